@@ -1,0 +1,97 @@
+"""What a KV-cache method is: its settings, what it asks prefill to record, and what it keeps.
+
+A method is a frozen dataclass; its fields are the settings of its paper and go into the hash of every cell that uses
+it. Settings import no torch: planning reads them. The tensors live in the functions that ``compress`` calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvcache.budget import ResolvedBudget
+from kvcache.layout import CacheLayout
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcache.pool import Compressed, FamilyPool
+    from kvcache.prefill import Prefill
+
+ENTRY_POINTS = "kvsweep.methods"
+
+
+@dataclass(frozen=True)
+class Observations:
+    """What prefill records on the way: the last ``queries`` rotated queries of every growing layer, and the attention
+    that every key received from all prompt queries (``column_sums``)."""
+
+    queries: int = 0
+    column_sums: bool = False
+
+    def __or__(self, other: Observations) -> Observations:
+        return Observations(max(self.queries, other.queries), self.column_sums or other.column_sums)
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A compression method. Subclasses are frozen dataclasses named in the entry-point group ``kvsweep.methods``."""
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    """Raised with every change that can move a number: rows of another version are other cells."""
+    family: ClassVar[str]
+    """The storage family; rows of one family share a pool."""
+    stochastic: ClassVar[bool] = False
+    """Whether two seeds can give two results on the same prompt."""
+    bounded: ClassVar[bool] = False
+    """Whether the method itself keeps generated tokens within the budget."""
+
+    def observes(self) -> Observations:
+        return Observations()
+
+    def impossible(self, budget: ResolvedBudget, layout: CacheLayout) -> str | None:
+        """Why this budget cannot be met, in words, or None. Torch-free: ``plan`` asks."""
+        return None
+
+    @abstractmethod
+    def compress(self, prefill: Prefill, budget: ResolvedBudget, generator: torch.Generator) -> Compressed:
+        """What to keep of a prompt, and in which form."""
+
+    @classmethod
+    @abstractmethod
+    def new_pool(cls, layout: CacheLayout, device: torch.device, dtype: torch.dtype) -> FamilyPool:
+        """An empty pool of this method's storage family."""
+
+    def settings(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class UnknownMethod(ValueError):
+    """A method name that no installed package provides."""
+
+
+@cache
+def _registered() -> dict[str, Any]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def method_names() -> list[str]:
+    return sorted(_registered())
+
+
+def method_class(name: str) -> type[Method]:
+    """The class registered under ``name``; raises :class:`UnknownMethod` naming the nearest ones."""
+    points = _registered()
+    if name not in points:
+        near = difflib.get_close_matches(name, points, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known methods: {', '.join(sorted(points))}"
+        if not points:
+            hint = "no methods are registered: install the package (pip install -e .)"
+        raise UnknownMethod(f"unknown method {name!r}; {hint}")
+    return points[name].load()

@@ -1,0 +1,79 @@
+"""One result: a (cell, sample), as the actor yields it and the store keeps it. The order here is the order on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Row:
+    """A finished (cell, sample). Bytes are whole bytes of the growing layers, times are seconds.
+
+    ``score`` is None for a failed row, never 0. ``kv_bytes_*`` are measured on the tensors held; ``charged_bytes`` is
+    what the method's own accounting rule says; ``workspace_bytes`` are copies that outlive a step.
+    """
+
+    # identity
+    cell_id: str
+    sample_id: str
+    job_id: str = ""
+    attempt: int = 0
+    status: str = "ok"  # ok | failed
+    error: str = ""
+
+    # the cell's coordinates, in clear
+    model: str = ""
+    method: str = ""
+    settings: str = "{}"
+    budget: str = ""  # as in the sweep file: "10%", "128 tokens", "unlimited"; "100%" for the full cache
+    budget_base: str = "prompt"
+    context: int = 0  # 0: the task's own lengths
+    task: str = ""
+    data_seed: int = 0
+    method_seed: int = 0
+    question: str = "compressed"
+    growth: str = "grow"
+    chat_template: str = "auto"
+    dtype: str = ""
+    attention: str = ""
+    row_width: int = 0
+
+    # the result
+    prediction: str = ""
+    references: list[str] = field(default_factory=list)
+    score: float | None = None
+    metric: str = ""
+    sample_index: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finish_reason: str = ""  # stop | length
+    sample_meta: str = "{}"
+
+    # memory
+    budget_bytes: int = 0
+    charged_bytes: int = 0
+    kv_bytes_prefill: int = 0
+    kv_bytes_end: int = 0
+    kv_bytes_peak: int = 0
+    slack_bytes: int = 0
+    workspace_bytes: int = 0
+    kv_bytes_full: int = 0
+    kv_share: float = 0.0
+    over_budget: bool = False
+
+    # time
+    prefill_s: float = 0.0
+    compress_s: float = 0.0
+    decode_s: float = 0.0
+    batch_rows: int = 0
+    timing: str = "shared"  # shared | isolated
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    peak_device_bytes: int = 0
+
+    # provenance
+    device: str = ""
+    node: str = ""
+    numerics: str = ""
+    versions: str = "{}"
+    finished_at: float = 0.0
