@@ -18,9 +18,7 @@ from kvcache.budget import ResolvedBudget
 from kvcache.layout import CacheLayout
 
 if TYPE_CHECKING:
-    import torch
-
-    from kvcache.pool import Compressed, FamilyPool
+    from kvcache.pool import Compressed, FamilyPool, PoolShape
     from kvcache.prefill import Prefill
 
 ENTRY_POINTS = "kvsweep.methods"
@@ -45,8 +43,6 @@ class Method(ABC):
     name: ClassVar[str]
     version: ClassVar[int]
     """Raised with every change that can move a number: rows of another version are other cells."""
-    family: ClassVar[str]
-    """The storage family; rows of one family share a pool."""
     stochastic: ClassVar[bool] = False
     """Whether two seeds can give two results on the same prompt."""
     bounded: ClassVar[bool] = False
@@ -59,13 +55,21 @@ class Method(ABC):
         """Why this budget cannot be met, in words, or None. Torch-free: ``plan`` asks."""
         return None
 
+    def examine(self, prefill: Prefill, seed: str) -> Any:
+        """What does not depend on the budget (scores, lookahead): done once per prompt, given to every ``compress``."""
+        return None
+
     @abstractmethod
-    def compress(self, prefill: Prefill, budget: ResolvedBudget, generator: torch.Generator) -> Compressed:
+    def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
         """What to keep of a prompt, and in which form."""
 
-    @classmethod
+    @property
     @abstractmethod
-    def new_pool(cls, layout: CacheLayout, device: torch.device, dtype: torch.dtype) -> FamilyPool:
+    def family(self) -> str:
+        """The storage family; rows of one family share a pool."""
+
+    @abstractmethod
+    def new_pool(self, shape: PoolShape) -> FamilyPool:
         """An empty pool of this method's storage family."""
 
     def settings(self) -> dict[str, Any]:

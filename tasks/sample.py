@@ -1,9 +1,9 @@
 """One evaluation sample, its parts kept apart, so that a protocol decides what is compressed.
 
-    context | question | answer_prefix
-    ^ what a compression method may drop
-              ^ compressed with the context, or appended after it: the protocol's choice
-                         ^ always follows the assistant header of the chat template
+context | question | answer_prefix
+^ what a compression method may drop
+          ^ compressed with the context, or appended after it: the protocol's choice
+                     ^ always follows the assistant header of the chat template
 """
 
 from __future__ import annotations

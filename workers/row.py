@@ -57,6 +57,7 @@ class Row:
     kv_bytes_peak: int = 0
     slack_bytes: int = 0
     workspace_bytes: int = 0
+    kv_bytes_full_prefill: int = 0
     kv_bytes_full: int = 0
     kv_share: float = 0.0
     over_budget: bool = False

@@ -1,0 +1,60 @@
+"""Methods that score prompt tokens once, at the end of prefill, and keep the best of every KV head."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcache.budget import ResolvedBudget
+from kvcache.layout import CacheLayout
+from kvcache.method import Method
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcache.pool import Compressed, FamilyPool, PoolShape
+    from kvcache.prefill import Prefill
+
+
+@dataclass(frozen=True)
+class PromptEvictor(Method):
+    """Uniform budget per layer and head, protected tokens counted inside it. Generated tokens are added (``grow``)."""
+
+    @property
+    def family(self) -> str:
+        return "ragged"
+
+    @property
+    @abstractmethod
+    def protected_ends(self) -> tuple[int, int]:
+        """How many of the first and of the last prompt tokens are always kept."""
+
+    @abstractmethod
+    def scores(self, prefill: Prefill, seed: str) -> list[Tensor]:
+        """Utility of every prompt token: one [H_kv, n] fp32 tensor per growing layer, higher = keep."""
+
+    def impossible(self, budget: ResolvedBudget, layout: CacheLayout) -> str | None:
+        needed = min(sum(self.protected_ends), budget.prompt_tokens)
+        if budget.prompt_budget >= needed:
+            return None
+        reserved = f" after {budget.max_new_tokens} generated ones" if budget.base == "prompt+max_new" else ""
+        left = f"{budget.asked} leaves {budget.prompt_budget}{reserved}"
+        return f"{self.name} must keep {needed} protected tokens, and {left}"
+
+    def examine(self, prefill: Prefill, seed: str) -> list[Tensor]:
+        return self.scores(prefill, seed)
+
+    def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
+        from kvcache.ragged import RaggedCompressed
+        from kvcache.select import keep_top, protect_ends
+
+        first, last = self.protected_ends
+        protected = protect_ends(prefill.tokens, first, last, prefill.logits.device)
+        kept = [list(keep_top(scores, budget.prompt_budget, protected)) for scores in examined]
+        return RaggedCompressed(prefill, kept)
+
+    def new_pool(self, shape: PoolShape) -> FamilyPool:
+        from kvcache.ragged import RaggedPool
+
+        return RaggedPool(shape)

@@ -1,0 +1,32 @@
+"""Attention that every key receives from all queries of a causal prefill: the scores of H2O and QEvict.
+
+The dense matrix is never held: queries are taken in blocks, each with its full row of keys, in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUERY_BLOCK = 128
+
+
+def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, scale: float) -> None:
+    """Add the attention of queries at positions ``start ...`` to ``sums``, in place.
+
+    Args:
+        sums: [H_q, n] fp32, n at least ``start + c``.
+        queries: [H_q, c, d], rotated.
+        keys: [H_kv, start + c, d], rotated.
+    """
+    heads, count, _ = queries.shape
+    keys_by_column = keys.float().transpose(1, 2)
+    future = torch.ones(QUERY_BLOCK, QUERY_BLOCK, dtype=torch.bool, device=keys.device).triu(1)
+    for first in range(0, count, QUERY_BLOCK):
+        block = queries[:, first : first + QUERY_BLOCK].float() * scale
+        rows, visible = block.shape[1], start + first + block.shape[1]
+        grouped = block.reshape(len(keys), -1, block.shape[-1])
+        scores = torch.bmm(grouped, keys_by_column[..., :visible]).view(heads, rows, visible)
+        scores[..., visible - rows :].masked_fill_(future[:rows, :rows], -torch.inf)
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        sums[:, :visible] += torch.bmm(1 / weights.sum(-1)[:, None], weights)[:, 0]

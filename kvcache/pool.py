@@ -1,0 +1,122 @@
+"""The storage of one cache family for all rows of a decode batch: the contract, and how its memory is told.
+
+A row belongs to one pool and keeps its number from admission to release. Pools see every step of every layer and keep
+all they need per row; nothing is ever reduced over rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcache.layout import CacheLayout, LayerLayout
+from kvcache.prefill import Prefill, Rotary
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """Bytes of one row by kind, read off the tensors that hold them.
+
+    ``workspace`` are copies that outlive a step; ``slack`` is what the allocator holds beyond the row's tokens (free
+    slots of its pages); ``charged`` is what the method's own rule says, 0 where it has none.
+    """
+
+    full_precision: int = 0
+    codes: int = 0
+    quantization: int = 0
+    positions: int = 0
+    scores: int = 0
+    tables: int = 0
+    workspace: int = 0
+    slack: int = 0
+    charged: int = 0
+
+    @property
+    def held(self) -> int:
+        """What counts against the budget: everything but slack, workspace and the charged figure."""
+        return self.full_precision + self.codes + self.quantization + self.positions + self.scores + self.tables
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """What a pool is built for: the growing layers of a model, a number of rows, where and in which type."""
+
+    layout: CacheLayout
+    rows: int
+    device: torch.device
+    dtype: torch.dtype
+    rotary: Rotary
+
+    @property
+    def layers(self) -> list[LayerLayout]:
+        return [self.layout.layers[index] for index in self.layout.growing]
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.itemsize
+
+
+@dataclass
+class Compressed:
+    """What a method keeps of a prompt. Each storage family has its own subclass."""
+
+    prefill: Prefill
+
+
+class FamilyPool(ABC):
+    """One per storage family and engine. ``layer`` counts growing layers from 0."""
+
+    def __init__(self, shape: PoolShape) -> None:
+        self.shape = shape
+        self.rows = torch.zeros(0, dtype=torch.int64, device=shape.device)
+        """The rows held here, ascending."""
+
+    def admit(self, row: int, compressed: Compressed) -> None:
+        """Copy a row's cache in; the prefill may be freed afterwards."""
+        self._store(row, compressed)
+        self.rows = torch.cat([self.rows, self.rows.new_tensor([row])]).sort().values
+
+    def release(self, row: int) -> None:
+        """Free everything the row holds."""
+        self.rows = self.rows[self.rows != row]
+        self._free(row)
+
+    @abstractmethod
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
+    ) -> Tensor:
+        """Append new tokens and attend from them, causally; maintenance inside the t tokens falls where it is due.
+
+        Args:
+            queries: [r, H_q, t, d] of this pool's rows, in the order of ``rows``.
+            keys, values: [r, H_kv, t, d], [r, H_kv, t, d_v], rotated.
+            positions: [r, t] true token positions.
+            counts: [r] how many of the t tokens are real; rows with 0 are left alone.
+
+        Returns:
+            [r, H_q, t, d_v] in the pool's dtype; outputs of tokens that are not real are undefined but finite.
+        """
+
+    def after_step(self, positions: Tensor, counts: Tensor) -> None:  # noqa: B027
+        """Maintenance that the last token of a step makes due, for all layers at once. [r, t], [r]"""
+
+    @abstractmethod
+    def memory(self, row: int) -> MemoryBreakdown:
+        """Bytes the row holds now."""
+
+    def peak_held(self, row: int) -> int:
+        """Most bytes the row ever held; of a cache that only grows, what it holds now."""
+        return self.memory(row).held
+
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """Bytes of all tensors of the pool, free space included."""
+
+    @abstractmethod
+    def _store(self, row: int, compressed: Compressed) -> None: ...
+
+    @abstractmethod
+    def _free(self, row: int) -> None: ...

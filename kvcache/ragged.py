@@ -1,0 +1,160 @@
+"""The ragged family: full-precision tokens, any number of them per row, layer and KV head.
+
+Serves the full cache and every method that evicts at the end of prefill. Tokens lie in pages of 64; a (row, head) owns
+pages, appends to its last one and asks for another when that is full:
+
+    keys [P, 64, d]   owner [P] = row * H_kv + head   ordinal [P] = the page's place in its owner's sequence
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvcache.kernels.paged_attention import attend_pages, merge_pages
+from kvcache.layout import LayerLayout
+from kvcache.pages import PageArena
+from kvcache.pool import Compressed, FamilyPool, MemoryBreakdown, PoolShape
+
+PAGE = 64
+
+
+@dataclass
+class RaggedCompressed(Compressed):
+    """``kept``: for every growing layer the kept positions of every KV head, ascending. [layers][H_kv] of [k] int64"""
+
+    kept: list[list[Tensor]]
+
+
+class RaggedPool(FamilyPool):
+    """Pages of full-precision tokens."""
+
+    def __init__(self, shape: PoolShape) -> None:
+        super().__init__(shape)
+        self._layers = [_LayerPages(layer, shape) for layer in shape.layers]
+
+    def _store(self, row: int, compressed: Compressed) -> None:
+        assert isinstance(compressed, RaggedCompressed)
+        for pages, layer, kept in zip(self._layers, compressed.prefill.layers, compressed.kept, strict=True):
+            pages.write(row, layer.keys, layer.values, kept)
+
+    def _free(self, row: int) -> None:
+        for pages in self._layers:
+            pages.free(row)
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
+    ) -> Tensor:
+        pages = self._layers[layer]
+        output = values.new_zeros(*queries.shape[:3], values.shape[-1])
+        for token in range(queries.shape[2]):
+            real = counts > token
+            pages.append(self.rows[real], keys[real, :, token], values[real, :, token])
+            output[real, :, token] = pages.attend(self.rows[real], queries[real, :, token], scale)
+        return output
+
+    def memory(self, row: int) -> MemoryBreakdown:
+        """Tokens held; the unfilled rest of their pages is slack."""
+        used, allocated = map(sum, zip(*(pages.row_bytes(row) for pages in self._layers), strict=True))
+        return MemoryBreakdown(full_precision=used, slack=allocated - used)
+
+    def allocated_bytes(self) -> int:
+        return sum(pages.arena["keys"].nbytes + pages.arena["values"].nbytes for pages in self._layers)
+
+
+class _LayerPages:
+    """The pages of one layer."""
+
+    def __init__(self, layout: LayerLayout, shape: PoolShape) -> None:
+        self.heads, self.group = layout.kv_heads, layout.group
+        self.arena = PageArena(
+            0,
+            shape.device,
+            {
+                "keys": ((PAGE, layout.key_dim), shape.dtype),
+                "values": ((PAGE, layout.value_dim), shape.dtype),
+                "owner": ((), torch.int64),
+                "ordinal": ((), torch.int64),
+            },
+        )
+        owners = shape.rows * self.heads
+        self.tail = torch.zeros(owners, dtype=torch.int64, device=shape.device)
+        self.lengths = torch.zeros(owners, dtype=torch.int64, device=shape.device)
+        self.order = torch.zeros(0, dtype=torch.int64, device=shape.device)
+
+    def owners(self, rows: Tensor) -> Tensor:
+        """[r] -> [r * H_kv]"""
+        return (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).flatten()
+
+    def write(self, row: int, keys: Tensor, values: Tensor, kept: list[Tensor]) -> None:
+        """Copy the kept tokens of a prompt into pages of their own. keys [H_kv, n, d]"""
+        owners = self.owners(self.tail.new_tensor([row]))
+        lengths = self.tail.new_tensor([len(positions) for positions in kept])
+        counts = -(-lengths // PAGE)
+        most = int(counts.max())
+        head, ordinal = (torch.arange(most, device=keys.device) < counts[:, None]).nonzero().unbind(1)
+        pages = self._take(owners[head], ordinal)
+        positions = self.tail.new_zeros(self.heads, most * PAGE)
+        padded = pad_sequence(kept, batch_first=True)
+        positions[:, : padded.shape[1]] = padded
+        source = positions.unflatten(1, (most, PAGE))[head, ordinal]
+        self.arena["keys"][pages] = keys[head[:, None], source]
+        self.arena["values"][pages] = values[head[:, None], source]
+        self.lengths[owners] = lengths
+        last = ordinal == counts[head] - 1
+        self.tail[owners[head[last]]] = pages[last]
+
+    def append(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """One token per row. keys [r, H_kv, d]"""
+        owners = self.owners(rows)
+        offset = self.lengths[owners] % PAGE
+        full = owners[offset == 0]
+        if len(full):
+            self.tail[full] = self._take(full, self.lengths[full] // PAGE)
+        pages = self.tail[owners]
+        self.arena["keys"][pages, offset] = keys.flatten(0, 1)
+        self.arena["values"][pages, offset] = values.flatten(0, 1)
+        self.lengths[owners] += 1
+
+    def attend(self, rows: Tensor, queries: Tensor, scale: float) -> Tensor:
+        """queries [r, H_q, d] -> [r, H_q, d_v]"""
+        owners, owner = self.owners(rows), self.arena["owner"]
+        grouped = queries.new_zeros(len(self.lengths), self.group, queries.shape[-1])
+        grouped[owners] = queries.unflatten(1, (self.heads, self.group)).flatten(0, 1)
+        filled = (self.lengths[owner] - self.arena["ordinal"] * PAGE) * self.arena.used
+        valid = torch.arange(PAGE, device=filled.device) < filled[:, None]
+        partials = attend_pages(grouped[owner], self.arena["keys"], self.arena["values"], valid, scale)
+        merged = merge_pages(partials, owner, self.order, len(self.lengths))
+        output = merged.output[owners].to(queries.dtype)
+        return output.unflatten(0, (len(rows), self.heads)).flatten(1, 2)
+
+    def free(self, row: int) -> None:
+        owners = self.owners(self.tail.new_tensor([row]))
+        self.arena.give_back(self._pages_of(owners))
+        self.lengths[owners] = 0
+        self._reorder()
+
+    def row_bytes(self, row: int) -> tuple[int, int]:
+        """Bytes of the row's tokens, and of the pages it owns."""
+        owners = self.owners(self.tail.new_tensor([row]))
+        token = sum(self.arena[name].shape[-1] * self.arena[name].itemsize for name in ("keys", "values"))
+        return int(self.lengths[owners].sum()) * token, len(self._pages_of(owners)) * PAGE * token
+
+    def _pages_of(self, owners: Tensor) -> Tensor:
+        return (torch.isin(self.arena["owner"], owners) & self.arena.used).nonzero().flatten()
+
+    def _take(self, owners: Tensor, ordinals: Tensor) -> Tensor:
+        pages = self.arena.take(len(owners))
+        self.arena["owner"][pages] = owners
+        self.arena["ordinal"][pages] = ordinals
+        self._reorder()
+        return pages
+
+    def _reorder(self) -> None:
+        """Used pages, owner by owner, each owner's in the order of its tokens."""
+        pages = self.arena.used.nonzero().flatten()
+        longest = int(self.arena["ordinal"].max()) + 1 if len(pages) else 1
+        self.order = pages[(self.arena["owner"][pages] * longest + self.arena["ordinal"][pages]).argsort()]

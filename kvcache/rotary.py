@@ -1,0 +1,22 @@
+"""Rotary position embedding, applied and undone with the model's own tables.
+
+The tables of scaled variants (YaRN) carry a factor s: cos² + sin² = s². A rotation multiplies lengths by s, so undoing
+it divides by s².
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate half-split pairs. x [..., d], cos and sin broadcastable to it."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse of :func:`rotate` in fp32."""
+    cos, sin = cos.float(), sin.float()
+    return rotate(x.float(), cos, -sin) / (cos.square() + sin.square())

@@ -1,0 +1,78 @@
+"""Stage 3 of LORE-KV: what deleting one token does to the residual stream (§3.4), in closed form.
+
+Deleting token i and renormalising moves a head's output o by a_i / (1 - a_i) (o - v_i), so for query head h
+
+    cost_i = a_i / (1 - a_i) · || W_O^h (o - v_i) ||
+
+The norm needs no projected values: with G = W_O^hᵀ W_O^h, [d, d], it is oᵀGo - 2 (Go)ᵀv + vᵀGv.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SURVIVING = 1e-4
+"""Least 1 - a_i: a token that takes all attention has a finite cost."""
+
+
+@dataclass
+class Attended:
+    """Queries of one KV head with what they attend to: the prompt, and for lookahead their own continuation.
+
+    probabilities [G, Q, n] of the prompt's tokens; output [G, Q, d_v], over everything attended.
+    """
+
+    probabilities: Tensor
+    output: Tensor
+
+
+def deletion_cost(attended: Attended, values: Tensor, gram: Tensor) -> Tensor:
+    """Cost of deleting each prompt token, for every query. fp32 (fp64 stays fp64).
+
+    Args:
+        values: [n, d_v] of this KV head.
+        gram: [G, d_v, d_v], ``W_Oᵀ W_O`` of each query head in the group.
+
+    Returns:
+        [G, Q, n]
+    """
+    output = attended.output
+    projected = output @ gram
+    of_output = (projected * output).sum(-1, keepdim=True)
+    of_values = ((values @ gram) * values).sum(-1)[:, None]
+    squared = (of_output - 2 * projected @ values.T + of_values).clamp_min(0)
+    odds = attended.probabilities / (1 - attended.probabilities).clamp_min(SURVIVING)
+    return odds * squared.sqrt()
+
+
+def projection_grams(output_projection: Tensor, kv_heads: int) -> Tensor:
+    """[hidden, H_q, d_v] -> [H_kv, G, d_v, d_v] fp32"""
+    columns = output_projection.float().permute(1, 2, 0)
+    return (columns @ columns.transpose(1, 2)).unflatten(0, (kv_heads, -1))
+
+
+def attend_prompt(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+    """Causal attention of a prompt's last queries. queries [G, w, d], keys [n, d], values [n, d_v]"""
+    from kvcache.window import window_attention
+
+    probabilities = window_attention(queries, keys, scale)
+    return Attended(probabilities, probabilities @ values.float())
+
+
+def attend_future(
+    queries: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor, scale: float
+) -> Attended:
+    """Attention of one future's queries over the whole prompt and, causally, its own tokens.
+
+    queries [G, T, d], keys [n, d], own_keys [T, d].
+    """
+    steps = len(own_keys)
+    queries, own_values = queries.float(), own_values.float()
+    own = queries @ own_keys.float().T
+    own.masked_fill_(torch.ones(steps, steps, dtype=torch.bool, device=own.device).triu_(1), -torch.inf)
+    weights = torch.softmax(torch.cat([queries @ keys.float().T, own], -1) * scale, -1)
+    prompt, suffix = weights[..., : len(keys)], weights[..., len(keys) :]
+    return Attended(prompt, prompt @ values.float() + suffix @ own_values)

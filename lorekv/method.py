@@ -1,0 +1,114 @@
+"""LORE-KV (arXiv 2610.07643): sample short futures from the model itself, keep the prompt tokens whose deletion would
+hurt them most.
+
+    score_i = (1 - λ_L) mean over window queries of cost_i  +  λ_L Σ_m w_m mean over future m's queries of cost_i
+
+both averaged over the query heads that share a KV head. The futures are discarded; decoding starts from the compressed
+cache at position n, with the prompt's own logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvcache.evict import PromptEvictor
+from kvcache.method import Observations
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcache.prefill import LayerPrefill, Prefill
+    from lorekv.lookahead import Futures
+
+
+@dataclass(frozen=True)
+class LoreKV(PromptEvictor):
+    """Settings; the summary of the paper names the quantities, values it does not state are our choice.
+
+    window: last prompt queries that score, and that are kept beside the first token.
+    particles, tokens: M futures of T tokens; 0 particles is the prompt-only control.
+    mix: λ_L, the weight of the lookahead term; 0 is the prompt-only control.
+    atypicality, entropy: λ_A and λ_E of the reliability weights; 0 and 0 are uniform weights.
+    temperature: of the sampling; the uniform estimator is the Monte Carlo estimate under the model only at 1.
+    """
+
+    name: ClassVar[str] = "lorekv"
+    version: ClassVar[int] = 1
+    stochastic: ClassVar[bool] = True
+
+    window: int = 32
+    particles: int = 4
+    tokens: int = 16
+    mix: float = 0.5
+    atypicality: float = 1.0
+    entropy: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.particles < 0 or self.tokens < 1:
+            raise ValueError("window and tokens must be at least 1, particles at least 0")
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"mix is between 0 and 1, not {self.mix}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, not {self.temperature}")
+
+    @property
+    def protected_ends(self) -> tuple[int, int]:
+        return 1, self.window
+
+    def observes(self) -> Observations:
+        return Observations(queries=self.window)
+
+    def scores(self, prefill: Prefill, seed: str) -> list[Tensor]:
+        """Expected deletion cost of every prompt token. [H_kv, n] per growing layer"""
+        if not self.particles or not self.mix:
+            return [self._window_cost(layer) for layer in prefill.layers]
+        from lorekv.lookahead import sample_futures
+        from lorekv.reliability import particle_weights
+
+        futures = sample_futures(prefill, self.particles, self.tokens, self.temperature, seed)
+        weights = particle_weights(futures, self.atypicality, self.entropy)
+        if not bool(weights.any()):
+            return [self._window_cost(layer) for layer in prefill.layers]
+        return [
+            (1 - self.mix) * self._window_cost(layer) + self.mix * self._future_cost(index, layer, futures, weights)
+            for index, layer in enumerate(prefill.layers)
+        ]
+
+    def _window_cost(self, layer: LayerPrefill) -> Tensor:
+        """P: mean over the group and the window's queries. [H_kv, n]"""
+        import torch
+
+        from lorekv.deletion import attend_prompt, deletion_cost, projection_grams
+
+        assert layer.queries is not None
+        grams = projection_grams(layer.output_projection, len(layer.keys))
+        queries = layer.queries[:, -self.window :].unflatten(0, (len(layer.keys), -1))
+        costs = [
+            deletion_cost(
+                attend_prompt(queries[head], layer.keys[head], values, layer.scale), values.float(), grams[head]
+            )
+            for head, values in enumerate(layer.values)
+        ]
+        return torch.stack([cost.mean((0, 1)) for cost in costs])
+
+    def _future_cost(self, index: int, layer: LayerPrefill, futures: Futures, weights: Tensor) -> Tensor:
+        """F: weighted over futures, mean over the group and each future's queries. [H_kv, n]"""
+        import torch
+
+        from lorekv.deletion import attend_future, deletion_cost, projection_grams
+
+        grams = projection_grams(layer.output_projection, len(layer.keys))
+        queries = futures.continuation.queries(index)
+        own_keys, own_values = futures.continuation.suffix(index)
+        total = torch.zeros(layer.keys.shape[:2], device=layer.keys.device)
+        for particle, length in enumerate(futures.lengths.tolist()):
+            if not length:
+                continue
+            grouped = queries[particle, :, :length].unflatten(0, (len(layer.keys), -1))
+            for head, values in enumerate(layer.values):
+                own = own_keys[particle, head, :length], own_values[particle, head, :length]
+                attended = attend_future(grouped[head], layer.keys[head], values, *own, layer.scale)
+                total[head] += weights[particle] * deletion_cost(attended, values.float(), grams[head]).mean((0, 1))
+        return total

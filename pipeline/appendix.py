@@ -1,0 +1,109 @@
+"""The tables behind the main ones: cost, settings, data, failures, what cannot run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from pipeline.figures import NOTHING, counted, name, seconds, size
+from pipeline.provenance import Failure, TaskFacts
+from pipeline.results import Board, Summary
+from pipeline.table import Cell, Column, Row, Table
+from pipeline.tables import ranked
+
+
+def cost_table(board: Board, timing: str) -> Table | None:
+    """Seconds by phase from one kind of run; None where there is none."""
+    found = [(result, cost) for result in ranked(board) for cost in result.costs if cost.timing == timing]
+    if not found:
+        return None
+    shared = timing == "shared"
+    columns = [Column("Method", numeric=False), Column("Budget", numeric=False)]
+    columns += [Column("Prefill s"), Column("Compress s"), Column("Decode s"), Column("Output tokens")]
+    columns += [Column("Rows per batch")] if shared else [Column("TTFT s"), Column("TPOT ms"), Column("Peak device")]
+    rows = []
+    for result, cost in found:
+        cells = [Cell(result.label), Cell(result.configuration.budget)]
+        cells += [Cell(seconds(value)) for value in (cost.prefill_s, cost.compress_s, cost.decode_s)]
+        cells.append(Cell(f"{cost.output_tokens:,.0f}"))
+        if shared:
+            cells.append(Cell(f"{cost.batch_rows:,.0f}"))
+        else:
+            tpot = NOTHING if cost.tpot_s is None else f"{1000 * cost.tpot_s:.2f}"
+            cells += [Cell(seconds(cost.ttft_s)), Cell(tpot), Cell(size(cost.peak_device_bytes))]
+        rows.append(Row(tuple(cells), result.configuration.budget))
+    words = "Shared run: not an efficiency measurement." if shared else "Isolated run: one cell on a whole device."
+    return Table(name(board.condition), tuple(columns), tuple(rows), f"{words} Medians per sample.")
+
+
+def settings_table(summary: Summary) -> Table:
+    """Every method's settings, once."""
+    seen = {(one.label, one.configuration.settings): one.configuration for one in summary.results}
+    rows = [
+        Row((Cell(label), Cell(configuration.method), Cell(_settings_words(settings))))
+        for (label, settings), configuration in seen.items()
+    ]
+    columns = (Column("Shown as", False), Column("Method", False), Column("Settings", False))
+    return Table("Settings", columns, tuple(rows))
+
+
+def impossible_table(summary: Summary) -> Table | None:
+    """Cells that cannot run, gathered by reason."""
+    gathered: dict[tuple[str, str, str], list[str]] = {}
+    for board in summary.boards:
+        for result in board.results:
+            for task in result.tasks.values():
+                if task.reason:
+                    key = (name(board.condition), f"{result.label} at {result.configuration.budget}", task.reason)
+                    gathered.setdefault(key, []).append(task.task)
+    if not gathered:
+        return None
+    rows = [
+        Row((Cell(where), Cell(method), Cell(", ".join(tasks)), Cell(reason)))
+        for (where, method, reason), tasks in gathered.items()
+    ]
+    columns = tuple(Column(title, False) for title in ("Model and context", "Method", "Tasks", "Reason"))
+    return Table("Impossible cells", columns, tuple(rows))
+
+
+def failures_table(failures: Sequence[Failure]) -> Table | None:
+    """Failed samples, one row per kind of error."""
+    if not failures:
+        return None
+    columns = (Column("Samples"), *(Column(title, False) for title in ("Error", "Text", "Methods", "Tasks", "Nodes")))
+    rows = [
+        Row(
+            (
+                Cell(f"{one.count:,}"),
+                Cell(one.kind),
+                Cell(one.example),
+                *(Cell(counted(counts)) for counts in (one.configurations, one.tasks, one.nodes)),
+            )
+        )
+        for one in failures
+    ]
+    return Table("Failures", columns, tuple(rows), "Errors are the same but for the numbers in them.")
+
+
+def data_table(tasks: Sequence[TaskFacts]) -> Table:
+    """What the samples were: wording, haystack, source, as the samples themselves say."""
+    columns = (
+        Column("Task", False),
+        Column("Context"),
+        Column("Metric", False),
+        Column("Prompts"),
+        Column("Prompt tokens", about="median, least and most"),
+        Column("Data", False),
+    )
+    rows = []
+    for one in tasks:
+        least, middle, most = one.prompt_tokens
+        told = "; ".join(f"{key}: {', '.join(values)}" for key, values in one.facts.items())
+        cells = [Cell(one.task), Cell(f"{one.context:,}" if one.context else "own"), Cell(", ".join(one.metrics))]
+        cells += [Cell(f"{one.samples:,}"), Cell(f"{middle:,}", f"[{least:,}, {most:,}]"), Cell(told or NOTHING)]
+        rows.append(Row(tuple(cells)))
+    return Table("Data", columns, tuple(rows))
+
+
+def _settings_words(settings: str) -> str:
+    return ", ".join(f"{key} = {json.dumps(value)}" for key, value in json.loads(settings).items()) or "none"

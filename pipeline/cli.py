@@ -1,0 +1,182 @@
+"""The command line. Everything heavy is imported by the command that needs it: ``--help`` is quick.
+
+Exit codes: 0 all done, 1 some rows failed or were left out, 2 bad input, 3 stopped by failures, 130 and 143
+stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="kvsweep",
+    help="Which KV-cache compression method, at which memory budget, keeps the quality you need, and at what cost?",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+File = Annotated[Path, typer.Argument(help="The sweep file.", metavar="FILE")]
+OutputArgument = Annotated[str, typer.Argument(help="A sweep's output: a folder or URI.", metavar="OUT")]
+OutputOption = Annotated[str | None, typer.Option("--output", help="A folder or URI in place of the file's output.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="The first N samples of each cell; same cells.")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder with the tasks' files.")]
+Retry = Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+@app.command()
+def run(
+    file: File,
+    output: OutputOption = None,
+    limit: Limit = None,
+    data_dir: DataDir = None,
+    address: Annotated[
+        str | None, typer.Option("--address", help="A Ray cluster; default RAY_ADDRESS, or none.")
+    ] = None,
+    retry_failed: Retry = False,
+    failures_ok: Annotated[bool, typer.Option("--failures-ok", help="Exit with 0 although rows failed.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Run what is left of a sweep, then write its report. The same command goes on after any interruption."""
+    from pipeline import commands
+    from pipeline.run import RunOptions
+
+    options = RunOptions(output, data_dir, address, limit, retry_failed)
+    raise typer.Exit(commands.run(file, options, failures_ok))
+
+
+@app.command()
+def plan(
+    file: File,
+    output: OutputOption = None,
+    limit: Limit = None,
+    data_dir: DataDir = None,
+    retry_failed: Retry = False,
+    cells: Annotated[bool, typer.Option("--cells", help="List every cell.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a sweep would run, what is done, what cannot run, and what it will take."""
+    from pipeline import commands
+    from pipeline.run import RunOptions
+
+    commands.plan(file, RunOptions(output, data_dir, None, limit, retry_failed), cells)
+
+
+@app.command()
+def status(output: OutputArgument, debug: Debug = False) -> None:
+    """Say how far a sweep is, from its output alone."""
+    from pipeline import commands
+
+    commands.status(output)
+
+
+@app.command()
+def report(output: OutputArgument, debug: Debug = False) -> None:
+    """Write the report of an output again."""
+    from pipeline import commands
+
+    commands.report(output)
+
+
+@app.command()
+def compare(
+    output: OutputArgument,
+    first: Annotated[str, typer.Argument(help="METHOD, METHOD@BUDGET, or field=value with commas between.")],
+    second: Annotated[str, typer.Argument(help="What to compare it with.")],
+    allow_protocols: Annotated[bool, typer.Option("--allow-protocols", help="Across different protocols.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Compare two selections sample by sample: first minus second."""
+    from pipeline import commands
+
+    commands.compare(output, first, second, allow_protocols)
+
+
+@app.command()
+def replay(
+    output: OutputArgument,
+    tracking_uri: Annotated[str | None, typer.Option("--tracking-uri", help="In place of the sweep file's.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Fill MLflow from an output."""
+    from pipeline import commands
+
+    commands.replay(output, tracking_uri)
+
+
+@app.command()
+def methods(debug: Debug = False) -> None:
+    """List the methods with their settings."""
+    from pipeline import show
+
+    show.show_methods()
+
+
+@app.command()
+def tasks(debug: Debug = False) -> None:
+    """List the tasks."""
+    from pipeline import show
+
+    show.show_tasks()
+
+
+@app.command()
+def data(data_dir: DataDir = None, debug: Debug = False) -> None:
+    """Say where each task's samples come from."""
+    from pipeline import show
+    from pipeline.errors import SweepProblem
+    from tasks.sources import DataError, DataSources
+
+    try:
+        sources = DataSources(data_dir)
+    except DataError as error:
+        raise SweepProblem(f"--data-dir: {error}") from None
+    show.show_data(sources)
+
+
+@app.command()
+def doctor(debug: Debug = False) -> None:
+    """Say what this machine has: versions, devices, attention kernels."""
+    from pipeline import doctor as examination
+    from pipeline.show import console
+
+    console().print(examination.examine())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command. A problem is told in one message, without a traceback unless ``--debug``."""
+    from pipeline.errors import SweepProblem
+
+    words = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in words
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("kvsweep").setLevel(logging.INFO)
+    if not debug:
+        sys.excepthook = _one_message
+    command: Any = typer.main.get_command(app)
+    try:
+        command.main(words, prog_name="kvsweep")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except SweepProblem as problem:
+        if debug:
+            raise
+        print(problem, file=sys.stderr)
+        return problem.exit_code
+    return 0
+
+
+def _one_message(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    text = " ".join(f"{kind.__name__}: {error}".split())
+    print(f"kvsweep failed, which is a fault of its own: {text}; --debug shows where", file=sys.stderr)

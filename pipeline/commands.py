@@ -1,0 +1,120 @@
+"""What each command does, from its arguments to its output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pipeline import show
+from pipeline.errors import SweepProblem
+from pipeline.estimate import estimate
+from pipeline.outputs import Output, read_output, read_plan
+from pipeline.report import Report
+from pipeline.run import Finished, RunOptions, open_sweep, run_sweep
+from pipeline.spec import load_text
+from pipeline.store import Store
+from pipeline.tracking import OFF, Tracker, TrackingError
+from pipeline.tracking import replay as replay_runs
+
+
+def run(file: Path, options: RunOptions, failures_ok: bool) -> int:
+    """Run, report, track; returns the exit code."""
+    opened = open_sweep(file, options)
+    tracker: Tracker | None = None
+
+    def progress(done: int, failed: int, total: int) -> None:
+        if tracker is not None:
+            tracker.progress(done, failed, total)
+
+    def planned() -> None:
+        nonlocal tracker
+        tracker = _tracker(opened.store, opened.sweep.mlflow.tracking_uri if opened.sweep.mlflow.enabled else OFF)
+
+    finished = run_sweep(opened, options, on_plan=planned, on_progress=progress)
+    code = finished.exit_code(failures_ok)
+    if finished.outcome.signal is None:  # a signal leaves no time: the next run, or `report`, makes it
+        _publish(opened.store, tracker, finished)
+    show.show_end(finished)
+    return code
+
+
+def plan(file: Path, options: RunOptions, all_cells: bool) -> None:
+    opened = open_sweep(file, options)
+    made, costs, _ = opened.plan(options)
+    show.show_plan(made, estimate(made, costs), opened.peaks(), all_cells)
+
+
+def status(output: str) -> None:
+    print(read_output(Store(output)).report().status())
+
+
+def report(output: str) -> None:
+    store = Store(output)
+    made = read_output(store).report()
+    with _files(store, made) as files:
+        show.console().print(made.rich())
+        _say_where(store, files)
+
+
+def compare(output: str, first: str, second: str, allow_protocols: bool) -> None:
+    from pipeline.compare import CompareError
+    from pipeline.compare import compare as compare_rows
+
+    read = read_output(Store(output))
+    try:
+        compared = compare_rows(read.rows, first, second, read.cells, allow_protocols)
+    except CompareError as error:
+        raise SweepProblem(str(error)) from None
+    show.console().print(compared.rich())
+
+
+def replay(output: str, tracking_uri: str | None) -> None:
+    store = Store(output)
+    read = read_output(store)
+    made = read.report()
+    with _files(store, made) as files:
+        try:
+            replay_runs(tracking_uri or _configured_uri(read), read.sweep, read.cells, made, files)
+        except TrackingError as error:
+            raise SweepProblem(str(error)) from None
+
+
+def _tracker(store: Store, uri: str | None) -> Tracker:
+    cells, sweep = read_plan(store)
+    return Tracker.start(uri, sweep, cells)
+
+
+def _configured_uri(read: Output) -> str | None:
+    """What the sweep file that made the output says."""
+    tracking = load_text(read.sweep["config_text"], "sweep.yaml").get("mlflow") or {}
+    uri = tracking.get("tracking_uri") if isinstance(tracking, dict) else None
+    return str(uri) if uri else None
+
+
+def _publish(store: Store, tracker: Tracker | None, finished: Finished) -> None:
+    made = read_output(store).report()
+    with _files(store, made) as files:
+        show.console().print(made.rich())
+        _say_where(store, files)
+        if tracker is not None:
+            tracker.finish(made, files, "FAILED" if finished.outcome.stopped else "FINISHED")
+            tracker.close()
+
+
+@contextmanager
+def _files(store: Store, made: Report) -> Iterator[list[Path]]:
+    """The report's files in the output, and on this machine for as long as the context lasts."""
+    with TemporaryDirectory() as scratch:
+        files = made.write(store.folder.local or Path(scratch))
+        if store.folder.local is None:
+            for path in files:
+                store.folder.write(path.name, path.read_bytes())
+        yield files
+
+
+def _say_where(store: Store, files: list[Path]) -> None:
+    for path in files:
+        print(f"{path.suffix.lstrip('.'):5} {store.folder.path(path.name)}", file=sys.stdout)

@@ -1,0 +1,80 @@
+"""Samples, made on the driver's node while the actors work: a few groups ahead, forgotten when their work is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from pipeline.cluster import error_text, on_this_node
+from pipeline.plan import Group, Plan, limited
+from tasks.sample import Sample
+from workers.samples import SampleRequest
+
+MakeSamples = Callable[[SampleRequest], list[Sample]]
+AT_ONCE = max(1, (os.cpu_count() or 1) // 4)
+
+
+class SampleFeed:
+    """The data folder is on the driver's node, and making long prompts takes long: a task of its own per group."""
+
+    def __init__(self, plan: Plan, data_dir: Path | None, make_samples: MakeSamples) -> None:
+        self._plan = plan
+        self._data_dir = data_dir
+        self._make = ray.remote(make_samples).options(
+            num_cpus=0, max_retries=1, scheduling_strategy=on_this_node(), name="samples"
+        )
+        self._ready: dict[tuple[object, ...], list[Sample]] = {}
+        self._running: dict[Any, Group] = {}
+
+    @property
+    def references(self) -> list[Any]:
+        """What to wait for, then to ``collect``."""
+        return list(self._running)
+
+    def has(self, group: Group) -> bool:
+        return group.key in self._ready
+
+    def samples(self, group: Group, indices: Iterable[int]) -> list[Sample]:
+        made = self._ready[group.key]
+        return [made[index] for index in indices]
+
+    def start(self, groups: Iterable[Group]) -> None:
+        """Make the samples of the first groups that have none yet."""
+        running = {group.key for group in self._running.values()}
+        for group in groups:
+            if len(self._running) >= AT_ONCE:
+                return
+            if group.key not in self._ready and group.key not in running:
+                self._running[self._make.remote(self._request(group))] = group
+
+    def collect(self, reference: Any) -> tuple[Group, str]:
+        """Take in what a task made, or say why it could not."""
+        group = self._running.pop(reference)
+        try:
+            samples = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            return group, error_text(error)
+        asked = limited(group.samples, self._plan.limit)
+        if len(samples) < asked:
+            return group, f"it has {len(samples)} samples, not {asked}: set samples for this task"
+        self._ready[group.key] = samples
+        return group, ""
+
+    def forget(self, group: Group) -> None:
+        self._ready.pop(group.key, None)
+
+    def _request(self, group: Group) -> SampleRequest:
+        return SampleRequest(
+            group.model,
+            self._plan.sweep.protocol,
+            group.task.name,
+            group.task.settings,
+            group.context,
+            group.data_seed,
+            limited(group.samples, self._plan.limit),
+            self._data_dir,
+        )

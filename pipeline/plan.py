@@ -1,0 +1,342 @@
+"""From a sweep file to cells and jobs: what is done already, what cannot run, what is left and what it will cost.
+
+    sweep file -> cells, one per (model, method, budget, context, task, seed), each named by a hash of all that can
+                  change its number
+               -> groups of cells that share their samples: one (model, task, context, data seed)
+               -> jobs, shards of a group's samples, each sample with the cells it is still missing in
+
+Torch-free: a model is known by its files' description alone. Done is what the output's rows say, nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from kvcache.budget import Budget
+from kvcache.method import Method
+from pipeline.spec import MethodEntry, SpecError, SweepFile, TaskEntry
+from pipeline.store import final_samples
+from tasks.registry import get_task
+from tasks.sources import DataSources
+from tasks.task import Task, TaskError
+from workers.description import ModelDescription, ModelError, describe
+from workers.job import CellSpec, ModelSpec
+
+FULL = "full"
+FULL_BUDGET = Budget.parse("100%")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell with its coordinates in clear; ``impossible`` says why it cannot run."""
+
+    spec: CellSpec
+    model: str
+    task: str
+    context: int
+    data_seed: int
+    samples: int
+    """All samples of the cell: ``--limit`` takes the first of them and leaves the cell what it is."""
+    impossible: str | None = None
+
+    @property
+    def cell_id(self) -> str:
+        return self.spec.cell_id
+
+    def facts(self) -> dict[str, Any]:
+        """The cell as JSON, as reports and trackers take it."""
+        return {
+            **asdict(self.spec),
+            "model": self.model,
+            "task": self.task,
+            "context": self.context,
+            "data_seed": self.data_seed,
+            "expected": self.samples,
+            "impossible": self.impossible or "",
+        }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells of the same samples. ``context`` 0: the task's own lengths."""
+
+    model: ModelSpec
+    task: TaskEntry
+    context: int
+    data_seed: int
+    samples: int
+    max_new_tokens: int
+    cells: tuple[Cell, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        return self.model.label, self.task.name, self.context, self.data_seed
+
+    def __str__(self) -> str:
+        context = f" at {self.context}" if self.context else ""
+        return f"{self.task.name}{context}, seed {self.data_seed}, on {self.model.label}"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some samples of a group, by index, and the ids of the cells that each of them is missing in."""
+
+    group: Group
+    pending: dict[int, tuple[str, ...]]
+
+    @property
+    def pairs(self) -> int:
+        return sum(len(cells) for cells in self.pending.values())
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Everything that a sweep file means."""
+
+    sweep: SweepFile
+    descriptions: dict[str, ModelDescription]
+    groups: tuple[Group, ...]
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [cell for group in self.groups for cell in group.cells]
+
+    def manifest(self) -> dict[str, Any]:
+        """The grid as JSON: what a report needs besides the rows."""
+        return {
+            "name": self.sweep.name,
+            "protocol": asdict(self.sweep.protocol),
+            "engine": asdict(self.sweep.engine),
+            "models": {
+                model.label: asdict(model) | {"fingerprint": self.descriptions[model.label].fingerprint}
+                for model in self.sweep.models
+            },
+            "cells": [cell.facts() for cell in self.cells],
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A grid against the rows that its output holds."""
+
+    grid: Grid
+    limit: int | None
+    jobs: tuple[Shard, ...]
+    done: Counter[str]
+    """Finished samples per cell, among those asked for."""
+
+    @property
+    def sweep(self) -> SweepFile:
+        return self.grid.sweep
+
+    def asked(self, cell: Cell) -> int:
+        """Samples of this cell that this run is to have."""
+        return 0 if cell.impossible else limited(cell.samples, self.limit)
+
+    @property
+    def total(self) -> int:
+        """(cell, sample) pairs asked for."""
+        return sum(self.asked(cell) for cell in self.grid.cells)
+
+    @property
+    def pending(self) -> int:
+        return sum(job.pairs for job in self.jobs)
+
+
+def limited(samples: int, limit: int | None) -> int:
+    return samples if limit is None else min(samples, limit)
+
+
+def expand(sweep: SweepFile, file: Path, sources: DataSources) -> Grid:
+    """All groups and cells of a sweep. Raises :class:`SpecError` where a model or a task's files are missing."""
+    descriptions = _describe_models(sweep, file)
+    _check_tasks(sweep, file, sources)
+    groups = [group for model in sweep.models for group in _groups(sweep, model, descriptions[model.label], sources)]
+    grid = Grid(sweep, descriptions, tuple(groups))
+    _refuse_twins(grid.cells, file)
+    return grid
+
+
+def make_plan(grid: Grid, rows: pa.Table, limit: int | None = None, retry_failed: bool = False) -> Plan:
+    """What is done and what is left. ``rows``: all that the output holds (cell_id, sample_index, status at least)."""
+    finished = final_samples(rows, retry_failed)
+    wanted = {(cell.cell_id, index) for cell in grid.cells for index in range(limited(cell.samples, limit))}
+    done = Counter(cell for cell, _ in finished & wanted)
+    jobs = tuple(_in_order(grid.sweep, grid.groups, finished, limit))
+    return Plan(grid, limit, jobs, done)
+
+
+def failed_pairs(plan: Plan, rows: pa.Table) -> int:
+    """Pairs asked for that have failed rows and no other."""
+    good = final_samples(rows, retry_failed=True)
+    wanted = {(cell.cell_id, index) for cell in plan.grid.cells for index in range(plan.asked(cell))}
+    return len((final_samples(rows, retry_failed=False) - good) & wanted)
+
+
+def cell_id(
+    sweep: SweepFile,
+    description: ModelDescription,
+    group: Group,
+    recipe: dict[str, Any],
+    method: Method,
+    budget: Budget,
+    method_seed: int,
+) -> str:
+    """The hash of all that can change a cell's number.
+
+    Not in it: the number of samples, labels, library versions, anything about the cluster.
+    """
+    task = get_task(group.task.name, group.task.settings)
+    content = {
+        "model": description.fingerprint,
+        "tokenizer": description.tokenizer_fingerprint,
+        "dtype": group.model.dtype,
+        "attention": group.model.attention,
+        "engine": asdict(sweep.engine),
+        "protocol": asdict(sweep.protocol),
+        "method": [method.name, method.version, method.settings()],
+        "budget": str(budget),
+        "task": [task.name, task.version, recipe],
+        "context": group.context,
+        "seeds": [group.data_seed, method_seed],
+    }
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _describe_models(sweep: SweepFile, file: Path) -> dict[str, ModelDescription]:
+    descriptions = {}
+    problems = []
+    for index, model in enumerate(sweep.models):
+        try:
+            descriptions[model.label] = describe(model)
+        except ModelError as error:
+            problems.append((f"models[{index}].source", str(error)))
+    if problems:
+        raise SpecError(file, problems)
+    return descriptions
+
+
+def _check_tasks(sweep: SweepFile, file: Path, sources: DataSources) -> None:
+    problems = []
+    for index, entry in enumerate(sweep.tasks):
+        task = get_task(entry.name, entry.settings)
+        try:
+            for context in _contexts(sweep, entry, task):
+                task.check(sources, context or None)
+        except TaskError as error:
+            problems.append((f"tasks[{index}]", f"{entry.name}: {error}"))
+    if problems:
+        raise SpecError(file, problems)
+
+
+def _refuse_twins(cells: list[Cell], file: Path) -> None:
+    """Two entries that mean the same cell would each wait for the other's rows."""
+    seen: dict[str, Cell] = {}
+    for cell in cells:
+        twin = seen.setdefault(cell.cell_id, cell)
+        if twin is not cell:
+            field, first, second = (
+                ("models", twin.model, cell.model)
+                if twin.model != cell.model
+                else ("methods", twin.spec.label, cell.spec.label)
+            )
+            raise SpecError(file, [(field, f"{first} and {second} are the same but for their labels: keep one")])
+
+
+def _contexts(sweep: SweepFile, entry: TaskEntry, task: Task) -> list[int]:
+    return (entry.contexts or sweep.contexts) if task.contextual else [0]
+
+
+def _groups(sweep: SweepFile, model: ModelSpec, description: ModelDescription, sources: DataSources) -> Iterator[Group]:
+    """The groups of one model, with all their cells.
+
+    A seed changes a task's samples where the task is seeded, and a method's choices where it is stochastic; where it
+    changes neither, there is one cell for all seeds.
+    """
+    for entry in sweep.tasks:
+        task = get_task(entry.name, entry.settings)
+        recipe = task.recipe(sources)
+        samples = limited(entry.samples or sweep.samples, task.available(sources))
+        seeds: dict[int, list[int]] = {}
+        for seed in sweep.seeds:
+            seeds.setdefault(seed if task.seeded else 0, []).append(seed)
+        for context in _contexts(sweep, entry, task):
+            for data_seed, method_seeds in seeds.items():
+                group = Group(model, entry, context, data_seed, samples, task.generation_limit)
+                cells = _cells(sweep, description, group, recipe, method_seeds)
+                yield replace(group, cells=tuple(cells))
+
+
+def _cells(
+    sweep: SweepFile, description: ModelDescription, group: Group, recipe: dict[str, Any], seeds: list[int]
+) -> Iterator[Cell]:
+    for entry, method, budget in _method_budgets(sweep):
+        impossible = _impossible(sweep, description, group, method, budget)
+        for seed in dict.fromkeys(seed if method.stochastic else 0 for seed in seeds):
+            name = cell_id(sweep, description, group, recipe, method, budget, seed)
+            spec = CellSpec(name, method.name, method.settings(), str(budget), seed, entry.shown)
+            yield Cell(
+                spec, group.model.label, group.task.name, group.context, group.data_seed, group.samples, impossible
+            )
+
+
+def _method_budgets(sweep: SweepFile) -> Iterator[tuple[MethodEntry, Method, Budget]]:
+    """The full cache once, every other method at every budget."""
+    for entry in sweep.methods:
+        method = entry.method()
+        for budget in [FULL_BUDGET] if method.name == FULL else sweep.budgets:
+            yield entry, method, budget
+
+
+def _impossible(
+    sweep: SweepFile, description: ModelDescription, group: Group, method: Method, budget: Budget
+) -> str | None:
+    if group.context > description.max_positions:
+        return f"context {group.context} is beyond the model's {description.max_positions} positions"
+    if not group.context:
+        return None  # the task's own lengths: known only when its samples are
+    longest = group.context - group.max_new_tokens  # a context counts the tokens to generate
+    resolved = budget.resolve(longest, group.max_new_tokens, sweep.protocol.budget_base, description.layout)
+    return method.impossible(resolved, description.layout)
+
+
+def _in_order(
+    sweep: SweepFile, groups: tuple[Group, ...], finished: set[tuple[str, int]], limit: int | None
+) -> Iterator[Shard]:
+    """Jobs by model, then the longest context first, then one of each task in turn.
+
+    The longest first, so that what does not fit fails early; tasks in turn, so that an interrupted sweep has a bit of
+    everything. Tasks with lengths of their own come last.
+    """
+    for model in sweep.models:
+        own = [group for group in groups if group.model == model]
+        for context in sorted({group.context for group in own}, reverse=True):
+            shards = [
+                list(_shards(group, finished, limited(group.samples, limit), sweep.cluster.samples_per_job))
+                for group in own
+                if group.context == context
+            ]
+            for turn in zip_longest(*shards):
+                yield from (shard for shard in turn if shard is not None)
+
+
+def _shards(group: Group, finished: set[tuple[str, int]], samples: int, size: int) -> Iterator[Shard]:
+    possible = [cell for cell in group.cells if cell.impossible is None]
+    pending = {}
+    for index in range(samples):
+        missing = tuple(cell.cell_id for cell in possible if (cell.cell_id, index) not in finished)
+        if missing:
+            pending[index] = missing
+    indices = list(pending)
+    for start in range(0, len(indices), size):
+        yield Shard(group, {index: pending[index] for index in indices[start : start + size]})

@@ -1,0 +1,147 @@
+"""One run of a sweep, from its file to its report: plan, connect, drive, report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from pipeline.estimate import COLUMNS, Costs, estimate
+from pipeline.lease import Lease
+from pipeline.outputs import save_plan
+from pipeline.plan import Grid, Plan, expand, failed_pairs, make_plan
+from pipeline.progress import ProgressReport
+from pipeline.spec import SpecError, SweepFile, load_sweep
+from pipeline.store import Store
+from pipeline.work import Outcome
+from tasks.sample import Sample
+from tasks.sources import DataSources
+from tasks.task import TaskError
+from workers import samples
+from workers.actor import Worker
+from workers.memory import predict_peak
+from workers.samples import SampleRequest
+
+QUIET_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # what Ray prints about dead workers, in ten lines each, our own line says too
+}
+"""Read by Ray when it is imported. Its own logs go on in its session's folder."""
+MakeSamples = Callable[[SampleRequest], list[Sample]]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line says beside the file."""
+
+    output: str | None = None
+    data_dir: Path | None = None
+    address: str | None = None
+    limit: int | None = None
+    retry_failed: bool = False
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A sweep file that has been checked against models and data."""
+
+    file: Path
+    sweep: SweepFile
+    grid: Grid
+    store: Store
+    data_dir: Path | None
+
+    def peaks(self) -> dict[str, int]:
+        """Peak bytes per model, predicted from its configuration alone."""
+        peaks: dict[str, int] = {}
+        for group in self.grid.groups:
+            cells = [cell.spec for cell in group.cells if not cell.impossible]
+            description = self.grid.descriptions[group.model.label]
+            shapes = group.context, group.max_new_tokens, self.sweep.protocol.budget_base
+            peak = predict_peak(description, self.sweep.engine, cells, *shapes)
+            peaks[group.model.label] = max(peak, peaks.get(group.model.label, 0))
+        return peaks
+
+    def plan(self, options: RunOptions) -> tuple[Plan, Costs, pa.Table]:
+        """The plan, what it costs, and the rows (a few columns of them) that both rest on."""
+        rows = self.store.attempts(("cell_id", *COLUMNS))
+        plan = make_plan(self.grid, rows, options.limit, options.retry_failed)
+        return plan, Costs(plan, rows), rows
+
+
+def open_sweep(file: Path, options: RunOptions) -> Opened:
+    """Check everything that can be checked without Ray and torch. Raises :class:`~pipeline.spec.SpecError`."""
+    sweep = load_sweep(file)
+    data_dir = options.data_dir or (Path(sweep.data_dir) if sweep.data_dir else None)
+    try:
+        sources = DataSources(data_dir)
+    except TaskError as error:
+        raise SpecError(file, [("", str(error))]) from None
+    return Opened(file, sweep, expand(sweep, file, sources), Store(options.output or sweep.output), data_dir)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run came to. ``failed`` counts the failed rows among all that the plan asks for, earlier ones included."""
+
+    plan: Plan
+    outcome: Outcome
+    failed: int
+
+    def exit_code(self, failures_ok: bool) -> int:
+        if self.outcome.signal is not None:
+            return 128 + self.outcome.signal
+        if self.outcome.stopped:
+            return 3
+        return int(bool(self.outcome.left_out) or (self.failed > 0 and not failures_ok))
+
+
+def run_sweep(
+    opened: Opened,
+    options: RunOptions,
+    worker_class: type | None = None,
+    make_samples: MakeSamples | None = None,
+    on_plan: Callable[[], None] = lambda: None,
+    on_progress: Callable[[int, int, int], None] = lambda done, failed, total: None,
+) -> Finished:
+    """Run what is left of a sweep. The output is held by a lease meanwhile.
+
+    ``on_plan`` is called once the plan is in the output, ``on_progress`` with the rows done, failed and asked for.
+    """
+    with Lease(opened.store.folder) as lease:
+        plan, costs, rows = opened.plan(options)
+        save_plan(opened.store, opened.file.read_text(encoding="utf-8"), plan.grid.manifest())
+        on_plan()
+        if not plan.jobs:
+            return Finished(plan, Outcome(()), failed_pairs(plan, rows))
+        failed = 0 if options.retry_failed else failed_pairs(plan, rows)
+        progress = ProgressReport(plan.total, sum(plan.done.values()), failed, estimate(plan, costs).seconds)
+        worker, maker = worker_class or Worker, make_samples or samples.make_samples
+        outcome = _drive(opened, options, plan, costs, lease, progress, worker, maker, on_progress)
+    return Finished(plan, outcome, progress.failed)
+
+
+def _drive(
+    opened: Opened,
+    options: RunOptions,
+    plan: Plan,
+    costs: Costs,
+    lease: Lease,
+    progress: ProgressReport,
+    worker_class: type,
+    make_samples: MakeSamples,
+    on_progress: Callable[[int, int, int], None],
+) -> Outcome:
+    for name, value in QUIET_RAY.items():
+        os.environ.setdefault(name, value)
+    # Ray takes half a second to import: plans and reports do without it.
+    from pipeline.cluster import connected
+    from pipeline.driver import Driver
+    from pipeline.feed import SampleFeed
+
+    with connected(options.address or opened.sweep.cluster.address), progress:
+        feed = SampleFeed(plan, opened.data_dir, make_samples)
+        return Driver(plan, opened.store, feed, lease, costs, progress, worker_class, on_progress).run()

@@ -1,0 +1,122 @@
+"""What an expert would check before believing a table: baselines that do not work, methods that evict nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.figures import full_name, name, points, share
+from pipeline.provenance import TaskFacts
+from pipeline.results import Board, Result, Summary
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FLOOR = 0.10
+"""A full cache below this has nothing to lose: differences to it say little."""
+FEW_SAMPLES = 20
+IDENTICAL_FROM = 5
+"""Fewer equal predictions than this are no sign of anything."""
+NOT_COMPRESSED = ("100%", "unlimited")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """``warning``: do not use the number before this is understood. ``note``: know it when you read the number."""
+
+    level: Literal["warning", "note"]
+    title: str
+    text: str
+
+
+def flags(summary: Summary, rows: pd.DataFrame, tasks: Sequence[TaskFacts]) -> list[Flag]:
+    """``rows`` are the planned rows of the sweep, measured; ``tasks`` is what they say of their data."""
+    found = [flag for board in summary.boards for flag in _board_flags(board)]
+    found += _identical(summary, rows)
+    own = dict.fromkeys(task.task for task in tasks if "own" in task.facts.get("wording", ()))
+    if own:
+        text = f"Prompts in kvsweep's own words, so scores are not comparable with published ones: {', '.join(own)}."
+        found.append(Flag("note", "Own wording", text))
+    if summary.rows_outside:
+        text = f"{summary.rows_outside:,} rows of the output belong to cells or samples outside this plan; not shown."
+        found.append(Flag("note", "Rows outside the plan", text))
+    return sorted(found, key=lambda flag: flag.level != "warning")
+
+
+def _board_flags(board: Board) -> Iterator[Flag]:
+    where = name(board.condition)
+    yield from _mixed_numerics(board, where)
+    if board.baseline is None:
+        text = f"{where}: the full cache was not run, so no method is compared with it."
+        yield Flag("warning", "No baseline", text)
+    else:
+        low = [
+            f"{task.task} {points(task.estimate.value)}"
+            for task in board.baseline.tasks.values()
+            if task.estimate and task.estimate.value < FLOOR
+        ]
+        if low:
+            text = f"{where}: the full cache itself scores below {points(FLOOR)} on {', '.join(low)}."
+            yield Flag("warning", "Baseline below the floor", text)
+    held = [(result, result.memory) for result in board.results if result.memory]
+    over = [
+        f"{full_name(result)}, {memory.over_budget} of {memory.rows}" for result, memory in held if memory.over_budget
+    ]
+    if over:
+        yield Flag("warning", "Over budget", f"{where}: samples that held more than was asked: {'; '.join(over)}.")
+    few = sorted(
+        {
+            f"{task.task} {task.estimate.samples}"
+            for result in board.results
+            for task in result.tasks.values()
+            if task.estimate and task.estimate.samples < FEW_SAMPLES
+        }
+    )
+    if few:
+        text = f"{where}: fewer than {FEW_SAMPLES} prompts, so intervals are rough: {', '.join(few)}."
+        yield Flag("note", "Few samples", text)
+
+
+def _mixed_numerics(board: Board, where: str) -> Iterator[Flag]:
+    kinds = sorted({kind for result in board.results for kind in result.numerics})
+    if len(kinds) < 2:
+        return
+    mixed = [full_name(result) for result in board.results if len(result.numerics) > 1]
+    what = f"No score is given for {', '.join(mixed)}." if mixed else "They are not compared with each other."
+    text = f"{where}: rows were computed in {len(kinds)} ways ({'; '.join(kinds)}). {what} Run the sweep on one kind."
+    yield Flag("warning", "Different numerics", text)
+
+
+def _identical(summary: Summary, rows: pd.DataFrame) -> Iterator[Flag]:
+    """Methods that were asked to evict and answer every prompt exactly as the full cache does."""
+    scored = rows[rows["scored"]]
+    by_configuration = dict(tuple(scored.groupby(scored["cell_id"].map(summary.configurations), sort=False)))
+    for board in summary.boards:
+        baseline = by_configuration.get(board.baseline.configuration) if board.baseline else None
+        if baseline is None:
+            continue
+        for result in board.results:
+            own = by_configuration.get(result.configuration)
+            if result is board.baseline or result.configuration.budget in NOT_COMPRESSED or own is None:
+                continue
+            count = _all_equal(own, baseline)
+            if count >= IDENTICAL_FROM:
+                yield Flag("warning", "Identical to the full cache", _identical_words(board, result, count))
+
+
+def _all_equal(own: pd.DataFrame, baseline: pd.DataFrame) -> int:
+    """How many predictions were compared, if all are equal; else 0."""
+    keys = ["task", "data_seed", "sample_id"]
+    pairs = own[[*keys, "prediction"]].merge(
+        baseline[[*keys, "prediction"]].drop_duplicates(keys), on=keys, suffixes=("", "_full")
+    )
+    return len(pairs) if (pairs["prediction"] == pairs["prediction_full"]).all() else 0
+
+
+def _identical_words(board: Board, result: Result, count: int) -> str:
+    held = share(result.memory.share_prefill if result.memory else None)
+    return (
+        f"{name(board.condition)}: {full_name(result)} gives the full cache's prediction on all {count} samples while "
+        f"holding {held} of the cache at the end of prefill. Check that it evicts, and that the task can tell."
+    )

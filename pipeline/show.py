@@ -1,0 +1,189 @@
+"""What the command line prints: plans, listings, the end of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from kvcache.method import method_class, method_names
+from pipeline.estimate import Estimate
+from pipeline.plan import Cell, Plan
+from pipeline.progress import duration
+from pipeline.run import Finished
+from tasks.registry import get_task, task_names
+from tasks.sources import DataSources
+from tasks.task import TaskError
+
+LOG_WIDTH = 140
+HASH, HASH_SHOWN = re.compile("[0-9a-f]{40,}"), 12
+
+
+def console() -> Console:
+    """Wide where there is no terminal to fit."""
+    plain = Console()
+    return plain if plain.is_terminal else Console(width=LOG_WIDTH)
+
+
+def show_plan(plan: Plan, left: Estimate, peaks: dict[str, int], all_cells: bool) -> None:
+    out = console()
+    out.print(_groups_table(plan))
+    if all_cells:
+        out.print(_cells_table(plan))
+    for reason, cells in _impossible(plan.grid.cells).items():
+        named = ", ".join(dict.fromkeys(f"{cell.spec.label} at {cell.spec.budget}" for cell in cells))
+        out.print(f"cannot run: {_count(len(cells), 'cell')} ({named}): {reason}", highlight=False)
+    done, total = sum(plan.done.values()), plan.total
+    out.print(
+        f"{_count(len(plan.grid.cells), 'cell')}, {total} rows asked for, {done} done, {plan.pending} left in "
+        f"{_count(len(plan.jobs), 'job')}",
+        highlight=False,
+    )
+    out.print(f"time: {_time(plan, left)}", highlight=False)
+    for model, peak in peaks.items():
+        out.print(f"memory: {model} peaks at {_bytes(peak)}, predicted from its configuration", highlight=False)
+
+
+def show_end(finished: Finished) -> None:
+    """What did not run and why."""
+    out = console()
+    if not finished.plan.jobs:
+        out.print(f"nothing was left to run: all {finished.plan.total} rows are there", highlight=False)
+    for part in finished.outcome.left_out:
+        out.print(f"left out: {part.what}, {_count(part.pairs, 'row')}: {part.reason}", markup=False, highlight=False)
+    if finished.outcome.stopped:
+        out.print(
+            f"stopped: {finished.outcome.stopped}; what is finished is kept, run the same command to go on",
+            markup=False,
+            highlight=False,
+        )
+    elif finished.failed:
+        again = "run again with --retry-failed once the cause is mended"
+        out.print(f"{_count(finished.failed, 'row')} failed: see the report; {again}", highlight=False)
+
+
+def show_methods() -> None:
+    table = Table("method", "settings", "what it is")
+    for name in method_names():
+        method = method_class(name)
+        settings = "\n".join(f"{field.name}: {_default(field)}" for field in dataclasses.fields(method))
+        table.add_row(name, settings, _first_line(method.__doc__), end_section=True)
+    console().print(table)
+
+
+def show_tasks() -> None:
+    table = Table("task", "context", "seeds", "metric", "new tokens", "what it is")
+    for name in task_names():
+        task = get_task(name)
+        table.add_row(
+            name,
+            "any" if task.contextual else "its own",
+            "fresh samples" if task.seeded else "same samples",
+            task.metric,
+            str(task.generation_limit),
+            task.summary,
+        )
+    console().print(table)
+
+
+def show_data(sources: DataSources) -> None:
+    """Where each task's samples come from, or why it cannot have any."""
+    table = Table("task", "samples", "made from")
+    for name in task_names():
+        task = get_task(name)
+        try:
+            task.check(sources, 4096 if task.contextual else None)
+            available = task.available(sources)
+            recipe = task.recipe(sources)
+        except TaskError as error:
+            table.add_row(name, "none", f"{error}", style="yellow", end_section=True)
+            continue
+        facts = "\n".join(f"{key}: {_words(value)}" for key, value in recipe.items() if key not in ("task", "version"))
+        table.add_row(name, "any number" if available is None else str(available), facts, end_section=True)
+    console().print(table)
+
+
+def _words(value: object) -> str:
+    """A recipe's value for people: hashes by their beginnings."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(part)}" for key, part in value.items())
+    text = str(value)
+    return text[:HASH_SHOWN] if HASH.fullmatch(text) else text
+
+
+def _groups_table(plan: Plan) -> Table:
+    table = Table("model", "context", "task", "seeds", "cells", "samples", "rows done", title=plan.sweep.name)
+    merged: dict[tuple[str, int, str], list[Cell]] = defaultdict(list)
+    for cell in plan.grid.cells:
+        merged[cell.model, cell.context, cell.task].append(cell)
+    for (model, context, task), cells in merged.items():
+        seeds = {(cell.data_seed, cell.spec.method_seed) for cell in cells}
+        done, asked = sum(plan.done[cell.cell_id] for cell in cells), sum(plan.asked(cell) for cell in cells)
+        possible = sum(not cell.impossible for cell in cells)
+        table.add_row(
+            model,
+            str(context or "own"),
+            task,
+            str(len(seeds)),
+            f"{possible}" if possible == len(cells) else f"{possible} of {len(cells)}",
+            str(max((plan.asked(cell) for cell in cells), default=0)),
+            f"{done}/{asked}",
+        )
+    return table
+
+
+def _cells_table(plan: Plan) -> Table:
+    table = Table("cell", "model", "context", "task", "method", "budget", "seeds", "rows done")
+    for cell in plan.grid.cells:
+        table.add_row(
+            cell.cell_id,
+            cell.model,
+            str(cell.context or "own"),
+            cell.task,
+            cell.spec.label,
+            cell.spec.budget,
+            f"{cell.data_seed}, {cell.spec.method_seed}",
+            "impossible" if cell.impossible else f"{plan.done[cell.cell_id]}/{plan.asked(cell)}",
+        )
+    return table
+
+
+def _impossible(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
+    by_reason: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        if cell.impossible:
+            by_reason[cell.impossible].append(cell)
+    return by_reason
+
+
+def _time(plan: Plan, left: Estimate) -> str:
+    if not plan.jobs:
+        return "nothing is left"
+    basis = "from earlier rows here" if left.measured == 1 else "rough, from operation counts"
+    if 0 < left.measured < 1:
+        basis = f"{left.measured:.0%} of it from earlier rows here, the rest rough, from operation counts"
+    return f"about {duration(left.seconds)} on one device ({basis})"
+
+
+def _default(field: dataclasses.Field[object]) -> str:
+    return "required" if field.default is dataclasses.MISSING else str(field.default)
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n\n")[0].replace("\n", " ").replace("``", "")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _bytes(number: int) -> str:
+    value, units = float(number), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"

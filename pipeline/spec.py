@@ -1,0 +1,319 @@
+"""The sweep file: models, tasks, methods, budgets, protocol, seeds, cluster and output, checked before anything starts.
+
+Every name and setting is resolved here, without torch: a misspelt method is told apart from a good one while the
+sweep is still a text file. Problems are reported as ``file: field: what is wrong; how to fix it``, one per line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PositiveFloat,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from kvcache.budget import Budget
+from kvcache.method import Method, method_class
+from pipeline.errors import SweepProblem
+from tasks.registry import get_task
+from workers.job import EngineSpec, ModelSpec, Protocol
+
+Item = TypeVar("Item", bound=Hashable)
+Count = Annotated[int, Strict(), Field(ge=1)]
+Seed = Annotated[int, Strict(), Field(ge=0)]
+
+
+class SpecError(SweepProblem):
+    """What is wrong with a sweep file: one line per problem, each naming the file and the field."""
+
+    def __init__(self, file: Path | str, problems: Iterable[tuple[str, str]]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(f"{file}: {f'{field}: ' if field else ''}{text}" for field, text in self.problems))
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TaskEntry(Section):
+    """``name``, or a mapping: ``samples`` and ``contexts`` replace the sweep's, other keys are settings of the task."""
+
+    name: str
+    samples: Count | None = None
+    contexts: list[Count] | None = None
+    settings: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, entry: object) -> object:
+        return _split_settings(entry, known=("name", "samples", "contexts"), what="task")
+
+    @model_validator(mode="after")
+    def _known(self) -> TaskEntry:
+        task = get_task(self.name, self.settings)
+        if self.contexts is not None and not task.contextual:
+            raise PydanticCustomError(
+                "task", "{name} has lengths of its own: it takes no contexts", {"name": self.name, "field": "contexts"}
+            )
+        return self
+
+
+class MethodEntry(Section):
+    """``name``, or a mapping: ``label`` tells two entries of a method apart, other keys are settings of the method."""
+
+    name: str
+    label: str = Field(default="", min_length=1)
+    settings: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, entry: object) -> object:
+        return _split_settings(entry, known=("name", "label"), what="method")
+
+    @model_validator(mode="after")
+    def _known(self) -> MethodEntry:
+        self.method()
+        return self
+
+    @property
+    def shown(self) -> str:
+        """What tables call it."""
+        return self.label or self.name
+
+    def method(self) -> Method:
+        """The method with these settings; raises a validation error that names the setting at fault."""
+        cls = method_class(self.name)
+        for key in self.settings:
+            if key not in {field.name for field in dataclasses.fields(cls)}:
+                raise _unknown_key(key, [field.name for field in dataclasses.fields(cls)], f"setting of {self.name}")
+        try:
+            return TypeAdapter(cls).validate_python(self.settings)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise PydanticCustomError("setting", "{text}", {"text": _plain_text(first), "field": field}) from None
+
+
+class Cluster(Section):
+    """Where and how actors run. Nothing here changes a number, so nothing here is part of a cell."""
+
+    address: str | None = None
+    """A Ray cluster; None starts Ray on this machine (unless RAY_ADDRESS names one)."""
+    cpus_per_actor: PositiveFloat | None = None
+    """None: all cores of a node, or a GPU's share of them."""
+    gpus_per_actor: Count | Literal[0, "auto"] = "auto"
+    max_actors: Count | None = None
+    """None: as many as the cluster holds. On a cluster that grows by demand this is the demand."""
+    resources: dict[str, float] = {}
+    labels: dict[str, str] = {}
+    """Ray node labels that an actor's node must carry."""
+    samples_per_job: Count = 8
+    ready_timeout_s: PositiveFloat = 600
+    stall_timeout_s: PositiveFloat | None = None
+    """An actor that yields no row for this long is killed; that counts as a crash."""
+    max_failures: Count = 20
+    """Failures in a row, with no success between them, that stop the sweep."""
+
+
+class MLflow(Section):
+    tracking_uri: str | None = None
+    enabled: bool = True
+
+
+def _distinct(items: list[Item]) -> list[Item]:
+    for item in items:
+        if items.count(item) > 1:
+            raise PydanticCustomError("duplicate", "{item} is listed twice", {"item": str(item)})
+    return items
+
+
+class SweepFile(Section):
+    """A sweep as its file describes it."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    models: list[ModelSpec] = Field(min_length=1)
+    contexts: list[Count] = []
+    samples: Count = 50
+    seeds: list[Seed] = Field(default=[0], min_length=1)
+    tasks: list[TaskEntry] = Field(min_length=1)
+    methods: list[MethodEntry] = Field(min_length=1)
+    budgets: list[Annotated[Budget, PlainValidator(Budget.parse)]] = Field(min_length=1)
+    protocol: Protocol = Protocol()
+    engine: EngineSpec = EngineSpec()
+    cluster: Cluster = Cluster()
+    output: str = Field(min_length=1)
+    mlflow: MLflow = MLflow()
+    data_dir: str | None = None
+
+    _no_repeats = field_validator("contexts", "seeds", "budgets")(_distinct)
+
+    @field_validator("models")
+    @classmethod
+    def _model_labels(cls, models: list[ModelSpec]) -> list[ModelSpec]:
+        _distinct([model.label for model in models])
+        return models
+
+    @field_validator("tasks")
+    @classmethod
+    def _task_names(cls, tasks: list[TaskEntry]) -> list[TaskEntry]:
+        _distinct([task.name for task in tasks])
+        return tasks
+
+    @field_validator("methods")
+    @classmethod
+    def _method_labels(cls, methods: list[MethodEntry]) -> list[MethodEntry]:
+        labels = [entry.shown for entry in methods]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise PydanticCustomError(
+                    "duplicate", "{label} is listed twice: give each setting a label of its own", {"label": label}
+                )
+        return methods
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_shapes(cls, engine: EngineSpec) -> EngineSpec:
+        for field in dataclasses.fields(engine):
+            if getattr(engine, field.name) < 1:
+                raise PydanticCustomError("engine", "must be at least 1", {"field": field.name})
+        return engine
+
+    @model_validator(mode="after")
+    def _every_task_has_contexts(self) -> SweepFile:
+        for entry in self.tasks:
+            if get_task(entry.name, entry.settings).contextual and not (entry.contexts or self.contexts):
+                raise PydanticCustomError(
+                    "contexts", "{task} needs context lengths: list some", {"task": entry.name, "field": "contexts"}
+                )
+        return self
+
+
+def load_sweep(path: Path | str) -> SweepFile:
+    """Read and check a sweep file. Raises :class:`SpecError`."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(file, [("", f"cannot be read: {error.strerror}")]) from None
+    except UnicodeDecodeError:
+        raise SpecError(file, [("", "is not UTF-8 text")]) from None
+    try:
+        return SweepFile.model_validate(load_text(text, file))
+    except ValidationError as error:
+        raise SpecError(file, [_problem(detail) for detail in error.errors()]) from None
+
+
+def load_text(text: str, file: Path | str) -> dict[str, Any]:
+    """The YAML of a sweep, not checked further."""
+    try:
+        content = yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        raise SpecError(file, [("", f"is not valid YAML: {_yaml_text(error)}")]) from None
+    if not isinstance(content, dict):
+        raise SpecError(file, [("", "is not a sweep: it must be a mapping with name, models, tasks, methods ...")])
+    return content
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys; in a sweep that would silently drop half of a setting."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                problem = f"the key {key!r} occurs twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml_text(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return _one_line(str(error))
+
+
+def _split_settings(entry: object, known: tuple[str, ...], what: str) -> object:
+    """``name`` or ``{name: ..., setting: ...}`` to the fields of an entry."""
+    if isinstance(entry, str):
+        return {"name": entry}
+    if not isinstance(entry, Mapping) or "name" not in entry:
+        raise PydanticCustomError("entry", "write a {what}'s name, or a mapping with a name in it", {"what": what})
+    return {
+        **{key: entry[key] for key in known if key in entry},
+        "settings": {key: entry[key] for key in entry if key not in known},
+    }
+
+
+def _unknown_key(key: str, names: Iterable[str], what: str = "key") -> PydanticCustomError:
+    return PydanticCustomError(
+        "unknown_key",
+        "unknown {what}; {hint}",
+        {"what": what, "hint": nearest(str(key), names), "field": str(key)},
+    )
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """``did you mean ...?``, or all of ``names`` where nothing is near."""
+    known = sorted(names)
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
+
+
+SECTIONS: dict[str, type] = {
+    "models": ModelSpec,
+    "protocol": Protocol,
+    "engine": EngineSpec,
+    "cluster": Cluster,
+    "mlflow": MLflow,
+}
+
+
+def _problem(detail: ErrorDetails) -> tuple[str, str]:
+    """One pydantic error as (field path, text)."""
+    loc = list(detail["loc"])
+    extra = detail.get("ctx", {}).get("field")
+    if extra:
+        loc.append(extra)
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        section = SweepFile if len(loc) == 1 else SECTIONS[str(loc[0])]
+        return path, f"unknown key; {nearest(str(loc[-1]), _field_names(section))}"
+    return path, _plain_text(detail)
+
+
+def _plain_text(detail: ErrorDetails) -> str:
+    """Pydantic's message without its prefix, with what was found where that helps."""
+    text = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "missing":
+        return "is missing"
+    if detail["type"] in ("string_type", "int_type", "float_type", "bool_type", "literal_error"):
+        quote = "; quote it if it is a name" if detail["type"] == "string_type" else ""
+        return f"{text}, not {detail['input']!r}{quote}"
+    return _one_line(text)
+
+
+def _field_names(section: type[Any]) -> list[str]:
+    if issubclass(section, BaseModel):
+        return list(section.model_fields)
+    return [field.name for field in dataclasses.fields(section)]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,288 @@
+"""Results: immutable Parquet parts in a folder or bucket, read back as one table.
+
+    OUTPUT/
+      parts/<time>-<id>.parquet     rows, at most a few seconds apart; written once, never touched again
+      parts/<...>.parquet.corrupt   a part that could not be read: set aside, its rows run again
+      sweep.yaml, plan.json         what was asked, and the cells that it means
+      lease.json                    the driver that writes here now
+
+What is done is what these parts say; there is no other state. A row may occur twice (a driver killed between a
+write and its report): reading keeps one row per (cell, sample), the newest successful one first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import typing
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.fs
+import pyarrow.parquet as pq
+
+from pipeline.errors import SweepProblem
+from workers.row import Row
+
+SCHEMA_VERSION = 1
+VERSION_KEY = b"kvsweep.schema"
+FLUSH_ROWS = 64
+FLUSH_S = 10.0
+PATIENCE_S = 300.0
+"""How long writes may fail before the sweep does."""
+
+log = logging.getLogger("kvsweep.store")
+
+
+class StoreError(SweepProblem):
+    """An output that cannot be read or written, and what to do about it."""
+
+
+class Folder:
+    """A folder behind any URI that pyarrow understands, or a local path. Files appear whole or not at all."""
+
+    def __init__(self, uri: str) -> None:
+        try:
+            if "://" in uri:
+                self._filesystem, self._base = pa.fs.FileSystem.from_uri(uri)
+                self.uri = uri.rstrip("/")
+            else:
+                self._filesystem, self._base = pa.fs.LocalFileSystem(), str(Path(uri).resolve())
+                self.uri = self._base
+        except (pa.ArrowInvalid, OSError) as error:
+            raise StoreError(f"output: {uri} cannot be opened: {_one_line(error)}") from None
+
+    @property
+    def local(self) -> Path | None:
+        """The folder's path, where it is on this machine."""
+        return Path(self._base) if self._filesystem.type_name == "local" else None
+
+    def path(self, name: str) -> str:
+        """Where ``name`` is, as a person would write it."""
+        return f"{self.uri}/{name}"
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            with self._filesystem.open_input_stream(f"{self._base}/{name}") as stream:
+                return bytes(stream.read())
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put a file in place at once: a rename where there are renames, a single put on an object store."""
+        final = f"{self._base}/{name}"
+        if self._filesystem.type_name in ("s3", "gcs", "abfs"):
+            with self._filesystem.open_output_stream(final) as stream:
+                stream.write(content)
+            return
+        self._filesystem.create_dir(final.rsplit("/", 1)[0], recursive=True)
+        temporary = f"{final}.{uuid.uuid4().hex[:8]}.tmp"
+        if self.local is not None:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, final)
+        else:
+            with self._filesystem.open_output_stream(temporary) as stream:
+                stream.write(content)
+            self._filesystem.move(temporary, final)
+
+    def rename(self, name: str, new_name: str) -> None:
+        self._filesystem.move(f"{self._base}/{name}", f"{self._base}/{new_name}")
+
+    def delete(self, name: str) -> None:
+        try:
+            self._filesystem.delete_file(f"{self._base}/{name}")
+        except FileNotFoundError:
+            return
+
+    def list(self, folder: str, suffix: str) -> list[str]:
+        """Names of the files in a folder, sorted."""
+        selector = pa.fs.FileSelector(f"{self._base}/{folder}", allow_not_found=True)
+        names = [f"{folder}/{info.base_name}" for info in self._filesystem.get_file_info(selector)]
+        return sorted(name for name in names if name.endswith(suffix))
+
+
+class Store:
+    """The rows of one output. ``add`` collects rows; ``flush_if_due`` writes them within seconds."""
+
+    def __init__(self, output: str) -> None:
+        self.folder = Folder(output)
+        self._pending: list[Row] = []
+        self._oldest = 0.0
+        self._retry_at = 0.0
+        self._failing_since: float | None = None
+
+    @property
+    def uri(self) -> str:
+        return self.folder.uri
+
+    def add(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        if not self._pending:
+            self._oldest = time.monotonic()
+        self._pending.extend(rows)
+        self.flush_if_due()
+
+    def flush_if_due(self) -> None:
+        """Write by number or age. Storage that is out of reach is tried again, for a while."""
+        now = time.monotonic()
+        due = len(self._pending) >= FLUSH_ROWS or (self._pending and now - self._oldest >= FLUSH_S)
+        if not due or now < self._retry_at:
+            return
+        try:
+            self.flush()
+        except StoreError as error:
+            self._failing_since = self._failing_since or now
+            if now - self._failing_since > PATIENCE_S:
+                raise
+            self._retry_at = now + FLUSH_S
+            log.warning("%s; %d rows are kept and written later", error, len(self._pending))
+        else:
+            self._failing_since = None
+
+    def flush(self) -> None:
+        """Write the collected rows as one part. They are kept if writing fails."""
+        if not self._pending:
+            return
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist([vars(row) for row in self._pending], schema=row_schema()), sink)
+        name = f"parts/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:12]}.parquet"
+        try:
+            self.folder.write(name, sink.getvalue().to_pybytes())
+        except OSError as error:
+            raise StoreError(f"output: cannot write {self.folder.path(name)}: {_one_line(error)}") from None
+        self._pending.clear()
+
+    def rows(self) -> pa.Table:
+        """One row per (cell, sample), the newest successful one first, in the order of cells and samples."""
+        return newest_successful(self._read(columns=None))
+
+    def attempts(self, columns: Sequence[str]) -> pa.Table:
+        """Some columns of all rows ever written, repeats included."""
+        return self._read(columns)
+
+    def save_plan(self, sweep_file: str, manifest: dict[str, Any]) -> None:
+        """Keep the sweep file's text and what it was expanded to."""
+        self.folder.write("sweep.yaml", sweep_file.encode())
+        self.folder.write("plan.json", json.dumps(manifest, indent=1).encode())
+
+    def has_plan(self) -> bool:
+        return self.folder.read("plan.json") is not None
+
+    def manifest(self) -> dict[str, Any]:
+        content = self.folder.read("plan.json")
+        if content is None:
+            raise StoreError(f"{self.uri} is not the output of a sweep: it has no plan.json")
+        return dict(json.loads(content))
+
+    def _read(self, columns: Sequence[str] | None) -> pa.Table:
+        try:
+            names = self.folder.list("parts", ".parquet")
+            with ThreadPoolExecutor(16) as threads:
+                contents = list(threads.map(self.folder.read, names))
+        except OSError as error:
+            raise StoreError(f"output: cannot read {self.uri}: {_one_line(error)}") from None
+        schema = row_schema()
+        wanted = schema if columns is None else pa.schema([schema.field(name) for name in columns])
+        tables = [wanted.empty_table()]
+        for name, content in zip(names, contents, strict=True):
+            table = self._parse(name, content, wanted) if content is not None else None
+            if table is not None:
+                tables.append(table)
+        return pa.concat_tables(tables)
+
+    def _parse(self, name: str, content: bytes, wanted: pa.Schema) -> pa.Table | None:
+        """A part's rows, or None for one that is damaged: it is named and set aside."""
+        try:
+            file = pq.ParquetFile(pa.BufferReader(content))
+            version = int((file.schema_arrow.metadata or {}).get(VERSION_KEY, 0))
+            table = file.read(columns=[column for column in wanted.names if column in file.schema_arrow.names])
+        except (pa.ArrowException, OSError) as error:
+            self.folder.rename(name, f"{name}.corrupt")
+            log.warning(
+                "%s is damaged (%s): set aside as .corrupt, its rows will run again",
+                self.folder.path(name),
+                _one_line(error),
+            )
+            return None
+        if version > SCHEMA_VERSION:
+            raise StoreError(f"{self.folder.path(name)} was written by a newer kvsweep: update this one")
+        return _conform(table, wanted)
+
+
+def row_schema() -> pa.Schema:
+    """The Parquet schema of :class:`workers.row.Row`, in the order of its fields."""
+    types = typing.get_type_hints(Row)
+    return pa.schema(
+        [pa.field(field.name, _arrow_type(types[field.name])) for field in fields(Row)],
+        metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
+    )
+
+
+def _arrow_type(kind: Any) -> pa.DataType:
+    if typing.get_origin(kind) is list:
+        return pa.list_(_arrow_type(typing.get_args(kind)[0]))
+    plain = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+    options = [option for option in typing.get_args(kind) if option is not type(None)]  # X | None
+    return plain[options[0] if options else kind]
+
+
+def _conform(table: pa.Table, wanted: pa.Schema) -> pa.Table:
+    """A part of an earlier schema, with the columns it lacks filled with their defaults."""
+    defaults = {field.name: None if field.default is MISSING else field.default for field in fields(Row)}
+    columns = [
+        table[field.name].cast(field.type)
+        if field.name in table.column_names
+        else pa.array([defaults[field.name]] * table.num_rows, field.type)
+        for field in wanted
+    ]
+    return pa.Table.from_arrays(columns, schema=wanted)
+
+
+def newest_successful(rows: pa.Table) -> pa.Table:
+    """Drop repeats of a (cell, sample): a successful row goes before a failed one, a newer before an older."""
+    if rows.num_rows == 0:
+        return rows
+    order = pa.table(
+        {
+            "cell_id": rows["cell_id"],
+            "sample_id": rows["sample_id"],
+            "sample_index": rows["sample_index"],
+            "failed": pa.compute.not_equal(rows["status"], "ok"),
+            "finished_at": rows["finished_at"],
+            "attempt": rows["attempt"],
+            "row": pa.array(range(rows.num_rows), pa.int64()),
+        }
+    ).sort_by([("failed", "ascending"), ("finished_at", "descending"), ("attempt", "descending")])
+    kept = order.group_by(["cell_id", "sample_id"], use_threads=False).aggregate(
+        [("row", "first"), ("sample_index", "first")]
+    )
+    kept = kept.sort_by([("cell_id", "ascending"), ("sample_index_first", "ascending"), ("sample_id", "ascending")])
+    return rows.take(kept["row_first"])
+
+
+def final_samples(rows: pa.Table, retry_failed: bool) -> set[tuple[str, int]]:
+    """The (cell, sample index) pairs that need no more work. A failed row is final unless failures are retried."""
+    done: set[tuple[str, int]] = set()
+    columns: Iterable[tuple[str, int, str]] = zip(
+        rows["cell_id"].to_pylist(), rows["sample_index"].to_pylist(), rows["status"].to_pylist(), strict=True
+    )
+    for cell_id, index, status in columns:
+        if status == "ok" or not retry_failed:
+            done.add((cell_id, index))
+    return done
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())

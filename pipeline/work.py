@@ -1,0 +1,180 @@
+"""The driver's book-keeping, free of Ray: what is still to do, what a failure costs, when to give up.
+
+loss of a node, pre-emption   costs nothing: the work goes back to the front of the queue
+a crash of the process        costs one of two tries; after the second, the work is split in halves
+two crashes of a lone sample  make it poison: a failed row for each cell it was missing in
+an exception of a whole job   fails what is left of it (a sample's own exception comes back as a failed row)
+a model that does not load    is tried twice, then its cells are left out; they run when the sweep is run again
+failures in a row             stop the sweep when there are ``max_failures`` with no success between them
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+
+from pipeline.plan import Group, Shard
+from workers.job import ModelSpec
+
+TRIES = 2
+
+
+@dataclass
+class Work:
+    """A shard on its way: ``missing`` shrinks as rows come in, and survives the actor that yielded them."""
+
+    group: Group
+    missing: dict[int, set[str]]
+    attempt: int = 0
+    crashes: int = 0
+    alone: bool = False
+    """Whether it was sent out with a single sample."""
+
+    @classmethod
+    def of(cls, shard: Shard) -> Work:
+        return cls(shard.group, {index: set(cells) for index, cells in shard.pending.items()})
+
+    @property
+    def pairs(self) -> int:
+        return sum(len(cells) for cells in self.missing.values())
+
+    def received(self, cell_id: str, index: int) -> bool:
+        """Strike a pair off; False if it was not missing."""
+        cells = self.missing.get(index, set())
+        if cell_id not in cells:
+            return False
+        cells.remove(cell_id)
+        if not cells:
+            del self.missing[index]
+        return True
+
+    def halves(self) -> list[Work]:
+        indices = sorted(self.missing)
+        middle = len(indices) // 2
+        return [
+            Work(self.group, {index: self.missing[index] for index in part}, attempt=self.attempt)
+            for part in (indices[:middle], indices[middle:])
+        ]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Pairs that were not run, and why. They have no rows: the next run tries them again."""
+
+    what: str
+    pairs: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. ``stopped`` says why it ended early; ``signal`` is the one that ended it."""
+
+    left_out: tuple[LeftOut, ...]
+    stopped: str = ""
+    signal: int | None = None
+
+
+class Agenda:
+    """Work in order, and the policy on failures."""
+
+    def __init__(self, shards: Iterable[Shard], max_failures: int) -> None:
+        self.left_out: list[LeftOut] = []
+        self._waiting = deque(Work.of(shard) for shard in shards)
+        self._open = Counter(work.group.key for work in self._waiting)
+        self._groups = {work.group.key: work.group for work in self._waiting}
+        self._max_failures = max_failures
+        self._in_a_row: set[Hashable] = set()
+        self._load_failures: Counter[str] = Counter()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def next_model(self) -> ModelSpec | None:
+        """The model that the next work needs."""
+        return self._waiting[0].group.model if self._waiting else None
+
+    @property
+    def tripped(self) -> bool:
+        return len(self._in_a_row) >= self._max_failures
+
+    def needs(self, model: str) -> bool:
+        """Whether any waiting work is for this model."""
+        return any(work.group.model.label == model for work in self._waiting)
+
+    def is_open(self, group: Group) -> bool:
+        """Whether any work of this group is left, waiting or taken."""
+        return self._open[group.key] > 0
+
+    def upcoming(self) -> list[Group]:
+        """Groups whose samples will be needed soon: of the present model and context, and of the next."""
+        stages: dict[tuple[str, int], list[Group]] = {}
+        for group in self._groups.values():
+            if self.is_open(group):
+                stages.setdefault((group.model.label, group.context), []).append(group)
+        return [group for stage in list(stages.values())[:2] for group in stage]
+
+    def take(self, model: str, ready: Callable[[Group], bool]) -> Work | None:
+        """The next work for a loaded model whose samples are there."""
+        for position, work in enumerate(self._waiting):
+            if work.group.model.label == model and ready(work.group):
+                del self._waiting[position]
+                work.attempt += 1
+                alone = len(work.missing) == 1
+                if alone and not work.alone:
+                    work.crashes = 0  # they were another sample's, or not: this one is to be judged by itself
+                work.alone = alone
+                return work
+        return None
+
+    def finished(self, work: Work) -> None:
+        self._open[work.group.key] -= 1
+
+    def succeeded(self) -> None:
+        self._in_a_row.clear()
+
+    def failed(self, event: Hashable) -> None:
+        """Count a failure once: all rows of a failed sample are one event."""
+        self._in_a_row.add(event)
+
+    def lost(self, work: Work) -> None:
+        """The node went away under this work."""
+        self._waiting.appendleft(work)
+
+    def crashed(self, work: Work) -> bool:
+        """The process died on a living node. True if the work is poison: one sample, and this was its last try."""
+        work.crashes += 1
+        self.failed((work.group.key, tuple(work.missing), work.attempt))
+        if work.crashes < TRIES or (len(work.missing) == 1 and not work.alone):
+            self._waiting.appendleft(work)
+            return False
+        if len(work.missing) == 1:
+            return True
+        halves = work.halves()
+        self._waiting.extendleft(reversed(halves))
+        self._open[work.group.key] += len(halves) - 1
+        return False
+
+    def load_failed(self, model: str, reason: str) -> bool:
+        """Count a failed load; True if it was the last try, and the model's work is now left out."""
+        self._load_failures[model] += 1
+        self.failed(("load", model, self._load_failures[model]))
+        if self._load_failures[model] < TRIES:
+            return False
+        self._leave_out(f"model {model}", reason, lambda work: work.group.model.label == model)
+        return True
+
+    def no_samples(self, group: Group, reason: str) -> None:
+        """The samples of a group cannot be made."""
+        self.failed(("samples", group.key))
+        self._leave_out(str(group), reason, lambda work: work.group.key == group.key)
+
+    def _leave_out(self, what: str, reason: str, concerns: Callable[[Work], bool]) -> None:
+        gone = [work for work in self._waiting if concerns(work)]
+        self._waiting = deque(work for work in self._waiting if not concerns(work))
+        for work in gone:
+            self.finished(work)
+        self.left_out.append(LeftOut(what, sum(work.pairs for work in gone), reason))

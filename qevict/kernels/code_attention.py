@@ -1,0 +1,71 @@
+"""Attention over low-bit windows without reconstructing their values.
+
+    k_t = R_t (s_k ∘ c_t + o_k)      keys per channel, rotated to their true positions
+    v_t = s_v,t c_t + o_v,t          values per token, so   Σ p_t v_t = Σ (p_t s_v,t) c_t + Σ p_t o_v,t
+
+Keys are dequantised and rotated in fp32 for the pages at hand and forgotten; values stay codes, their scales go into
+the probabilities. Scores are those of fp32 keys, not rounded to the model's dtype in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcache.kernels.paged_attention import PagePartials
+from kvcache.quant import unpack
+
+
+@dataclass
+class CodePages:
+    """Pages of s window slots of Ω tokens. Codes uint8, scales and offsets fp16.
+
+    key_codes [P, H_kv, d, s, Ω * bits / 8], key_scale and key_offset [P, H_kv, d, s];
+    value_codes [P, H_kv, s, Ω, d_v * bits / 8], value_scale and value_offset [P, H_kv, s, Ω].
+    """
+
+    key_codes: Tensor
+    key_scale: Tensor
+    key_offset: Tensor
+    value_codes: Tensor
+    value_scale: Tensor
+    value_offset: Tensor
+
+
+def attend_code_pages(
+    queries: Tensor, pages: CodePages, positions: Tensor, occupied: Tensor, rotary: Tensor, bits: int, scale: float
+) -> PagePartials:
+    """Attention inside each page, one segment per window.
+
+    Args:
+        queries: [P, H_kv, G, d].
+        positions: [P, T] true positions of the page's T = s * Ω tokens; of free slots, any.
+        occupied: [P, s] bool.
+        rotary: [2, d / 2, n] fp32, the model's cos and sin by position.
+    """
+    heads, slots = pages.key_codes.shape[1], occupied.shape[1]
+    keys = rotated_keys(pages, positions, rotary, bits).flatten(0, 1)
+    scores = torch.bmm(queries.flatten(0, 1).float(), keys).mul_(scale)
+    tokens = keys.shape[-1] // slots
+    empty = ~occupied.repeat_interleave(tokens, 1).repeat_interleave(heads, 0)
+    scores.masked_fill_(empty[:, None], -torch.inf)
+    peak = scores.amax(-1)
+    weights = scores.sub_(peak.clamp_min(torch.finfo(torch.float32).min)[..., None]).exp_()
+    codes = unpack(pages.value_codes, bits).flatten(0, 1).flatten(1, 2)
+    value_scale, value_offset = (
+        part.float().flatten(2).flatten(0, 1) for part in (pages.value_scale, pages.value_offset)
+    )
+    output = torch.bmm(weights * value_scale[:, None], codes)
+    output += torch.bmm(weights, value_offset[..., None])
+    return PagePartials(peak, weights.unflatten(-1, (slots, -1)).sum(-1), output)
+
+
+def rotated_keys(pages: CodePages, positions: Tensor, rotary: Tensor, bits: int) -> Tensor:
+    """[P, H_kv, d, T] fp32: dequantised, then rotated half-split at their positions."""
+    keys = unpack(pages.key_codes, bits)
+    keys.mul_(pages.key_scale.float()[..., None]).add_(pages.key_offset.float()[..., None])
+    first, second = keys.flatten(3).chunk(2, dim=2)
+    cos, sin = rotary[:, :, positions].transpose(1, 2)[:, :, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], 2)

@@ -1,0 +1,75 @@
+"""Window slots: pages of s slots in every layer, with a table that says which window is in which slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcache.pages import PageArena
+
+PAGE_TOKENS = 64
+FREE, SINK = -1, -2
+"""What a slot holds instead of a window number."""
+
+Where = tuple[Tensor, Tensor, Tensor]
+"""Layer, page and place of some slots, [K] each."""
+
+
+def slots_per_page(window: int) -> int:
+    return max(1, PAGE_TOKENS // window)
+
+
+class WindowSlots:
+    """Slots of one tier, for all rows and layers. A row knows its slots by number, 0 ... over its pages in order."""
+
+    def __init__(
+        self,
+        layers: int,
+        window: int,
+        device: torch.device,
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+    ) -> None:
+        self.per_page = slots_per_page(window)
+        # The table holds window + 1, so that the zeros of new pages mean FREE.
+        shapes |= {"window": ((self.per_page,), torch.int32), "score": ((self.per_page,), torch.float32)}
+        stacked = {name: ((layers, *dims), dtype) for name, (dims, dtype) in shapes.items()}
+        self.arena = PageArena(1, device, stacked)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.arena[name]
+
+    def __len__(self) -> int:
+        """Pages, free ones included."""
+        return len(self.arena.used)
+
+    def take(self, slots: int) -> Tensor:
+        """Pages for this many slots, all of them free."""
+        return self.arena.take(-(-slots // self.per_page))
+
+    def give_back(self, pages: Tensor) -> None:
+        self.arena["window"][:, pages] = 0
+        self.arena["score"][:, pages] = 0
+        self.arena.give_back(pages)
+
+    def table(self, pages: Tensor, layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Window numbers, FREE and SINK included, and scores of a row's slots. [l, slots] each"""
+        windows, scores = (self.arena[name][layers][:, pages].flatten(1) for name in ("window", "score"))
+        return windows - 1, scores
+
+    def at(self, pages: Tensor, layers: Tensor | int, slots: Tensor) -> Where:
+        """Where a row's slots are."""
+        layer = layers if isinstance(layers, Tensor) else torch.full_like(slots, layers)
+        return layer, pages[slots // self.per_page], slots % self.per_page
+
+    def occupy(self, where: Where, windows: Tensor, scores: Tensor | float) -> None:
+        self.arena["window"][where] = windows.int() + 1
+        self.arena["score"][where] = scores
+
+    def clear(self, where: Where) -> None:
+        self.arena["window"][where] = 0
+        self.arena["score"][where] = 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers, tables included."""
+        return self.arena.nbytes // max(len(self), 1)

@@ -1,0 +1,304 @@
+"""The driver on a real local Ray, with actors that compute nothing: what is finished stays, what fails says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stub_worker
+import yaml
+from stub_worker import StubWorker
+from test_spec import sweep
+
+import pipeline.driver
+from pipeline.cluster import ClusterError
+from pipeline.run import Finished, Opened, RunOptions, open_sweep, run_sweep
+from tasks.sample import Sample
+from tasks.sources import DataError
+from workers.samples import SampleRequest
+
+TESTS = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+METHODS = ["full", "window", {"name": "window", "label": "wide", "window": 64}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_worker.install(monkeypatch)
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """Twelve rows: four samples in two jobs, three cells each."""
+    cluster = {"samples_per_job": 2, "cpus_per_actor": 1, "max_actors": 1, **changes.pop("cluster", {})}
+    defaults = {"samples": 4, "methods": METHODS, "output": str(folder / "out"), "mlflow": {"enabled": False}}
+    file = folder / "sweep.yaml"
+    file.write_text(yaml.safe_dump(sweep(**{**defaults, **changes}, cluster=cluster)))
+    return file
+
+
+def drive(
+    file: Path, make: Callable[[SampleRequest], list[Sample]] | None = None, **options: Any
+) -> tuple[Opened, Finished]:
+    chosen = RunOptions(**options)
+    opened = open_sweep(file, chosen)
+    return opened, run_sweep(opened, chosen, StubWorker, make or stub_worker.samples())
+
+
+def results(opened: Opened) -> list[dict[str, Any]]:
+    """The final table without what differs between any two runs."""
+    passing = ("finished_at", "job_id", "attempt")
+    return [{key: one[key] for key in one if key not in passing} for one in opened.store.rows().to_pylist()]
+
+
+def statuses(opened: Opened) -> dict[int, set[str]]:
+    """Sample index to the statuses of its rows."""
+    found: dict[int, set[str]] = {}
+    for one in opened.store.rows().to_pylist():
+        found.setdefault(one["sample_index"], set()).add(one["status"])
+    return found
+
+
+def assert_nothing_was_run_twice(opened: Opened) -> None:
+    pairs = opened.store.attempts(("cell_id", "sample_index")).to_pylist()
+    assert max(Counter((pair["cell_id"], pair["sample_index"]) for pair in pairs).values()) == 1
+
+
+def test_every_pair_gets_one_row(tmp_path: Path) -> None:
+    opened, finished = drive(write(tmp_path))
+    rows = opened.store.rows().to_pylist()
+    assert {(one["cell_id"], one["sample_index"]) for one in rows} == {
+        (cell.cell_id, index) for cell in opened.grid.cells for index in range(4)
+    }
+    assert {one["method"] for one in rows} == {"full", "window", "wide"}
+    assert_nothing_was_run_twice(opened)
+    assert finished.exit_code(failures_ok=False) == 0
+
+
+def test_a_second_run_does_nothing(tmp_path: Path) -> None:
+    opened, _ = drive(write(tmp_path))
+    parts = opened.store.folder.list("parts", "")
+    _, again = drive(write(tmp_path))
+    assert again.plan.jobs == ()
+    assert opened.store.folder.list("parts", "") == parts
+    assert again.exit_code(failures_ok=False) == 0
+
+
+def test_a_limit_is_a_beginning(tmp_path: Path) -> None:
+    opened, first = drive(write(tmp_path), limit=1)
+    assert statuses(opened) == {0: {"ok"}}
+    _, rest = drive(write(tmp_path))
+    assert sum(job.pairs for job in rest.plan.jobs) == 9
+    assert_nothing_was_run_twice(opened)
+    assert (first.exit_code(False), rest.exit_code(False)) == (0, 0)
+
+
+def test_two_actors_share_the_work(tmp_path: Path) -> None:
+    opened, _ = drive(write(tmp_path, samples=12, cluster={"max_actors": 2}))
+    assert opened.store.rows().num_rows == 36
+    assert_nothing_was_run_twice(opened)
+
+
+def test_a_sample_that_fails_costs_its_own_rows(tmp_path: Path) -> None:
+    opened, finished = drive(write(tmp_path), stub_worker.samples({1: "fail"}))
+    assert statuses(opened) == {0: {"ok"}, 1: {"failed"}, 2: {"ok"}, 3: {"ok"}}
+    assert {one["score"] for one in opened.store.rows().to_pylist() if one["status"] == "failed"} == {None}
+    assert (finished.failed, finished.exit_code(False), finished.exit_code(True)) == (3, 1, 0)
+
+
+def test_failed_rows_run_again_only_when_asked(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    drive(file, stub_worker.samples({1: "fail"}))
+    _, unasked = drive(file)
+    assert (unasked.plan.jobs, unasked.exit_code(False)) == ((), 1)
+
+    def mended(request: SampleRequest) -> list[Sample]:
+        return [dataclasses.replace(one, question="") for one in stub_worker.samples({1: "fail"})(request)]
+
+    _, asked = drive(file, mended, retry_failed=True)
+    assert [list(job.pending) for job in asked.plan.jobs] == [[1]]
+    assert asked.exit_code(False) == 0
+
+
+def test_an_exception_of_a_job_fails_what_is_left_of_it(tmp_path: Path) -> None:
+    opened, _ = drive(write(tmp_path, samples=6, cluster={"samples_per_job": 3}), stub_worker.samples({1: "raise"}))
+    assert statuses(opened) == {0: {"ok"}, 1: {"failed"}, 2: {"failed"}, 3: {"ok"}, 4: {"ok"}, 5: {"ok"}}
+    errors = {one["error"] for one in opened.store.rows().to_pylist() if one["status"] == "failed"}
+    assert errors == {"RuntimeError: the whole job went wrong"}
+
+
+def test_a_failed_row_says_where_it_belongs(tmp_path: Path) -> None:
+    opened, _ = drive(write(tmp_path), stub_worker.samples({0: "raise"}))
+    row = next(one for one in opened.store.rows().to_pylist() if one["status"] == "failed" and one["method"] == "wide")
+    expected = {"model": "tiny", "budget": "10%", "context": 1024, "task": "niah_single_1", "row_width": 32}
+    assert {key: row[key] for key in expected} == expected
+    assert row["settings"] == '{"decay": 1.0, "window": 64}'
+
+
+def test_what_a_killed_actor_yielded_is_kept_and_the_rest_runs_again(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    opened, finished = drive(write(tmp_path), stub_worker.samples({1: "once"}, marks=marks))
+    assert len(list(marks.iterdir())) == 1
+    assert statuses(opened) == {0: {"ok"}, 1: {"ok"}, 2: {"ok"}, 3: {"ok"}}
+    assert_nothing_was_run_twice(opened)
+    attempts = {one["attempt"] for one in opened.store.rows().to_pylist() if one["sample_index"] == 1}
+    assert attempts == {1, 2}
+    assert finished.exit_code(False) == 0
+
+
+def test_a_sample_that_always_kills_its_actor_is_found_and_fails_alone(tmp_path: Path) -> None:
+    file = write(tmp_path, cluster={"samples_per_job": 4})
+    opened, finished = drive(file, stub_worker.samples({2: "die"}))
+    assert statuses(opened) == {0: {"ok"}, 1: {"ok"}, 2: {"failed"}, 3: {"ok"}}
+    assert_nothing_was_run_twice(opened)
+    errors = {one["error"] for one in opened.store.rows().to_pylist() if one["status"] == "failed"}
+    assert len(errors) == 1
+    assert errors.pop().startswith("the process died twice on this sample alone: ActorDiedError")
+    assert finished.exit_code(False) == 1
+
+
+def test_the_loss_of_a_node_costs_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.driver, "node_is_alive", lambda node: False)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    file = write(tmp_path, cluster={"max_failures": 1})
+    opened, finished = drive(file, stub_worker.samples({0: "once", 3: "once"}, marks=marks))
+    assert len(list(marks.iterdir())) == 2
+    assert opened.store.rows().num_rows == 12
+    assert finished.exit_code(False) == 0
+
+
+@pytest.mark.parametrize("source", ["broken", "deadly"])
+def test_a_model_that_does_not_load_is_left_out_alone(tmp_path: Path, source: str) -> None:
+    models = [{"label": "bad", "source": source}, {"label": "tiny", "source": "tiny"}]
+    opened, finished = drive(write(tmp_path, models=models))
+    assert {one["model"] for one in opened.store.rows().to_pylist()} == {"tiny"}
+    assert opened.store.rows().num_rows == 12
+    (left,) = finished.outcome.left_out
+    assert (left.what, left.pairs) == ("model bad", 12)
+    assert ("the weights are broken" in left.reason) == (source == "broken")
+    assert finished.exit_code(failures_ok=True) == 1
+
+
+def test_samples_that_cannot_be_made_leave_out_their_task(tmp_path: Path) -> None:
+    def make(request: SampleRequest) -> list[Sample]:
+        if request.task == "vt":
+            raise DataError("there is nothing to ask")
+        return stub_worker.samples()(request)
+
+    opened, finished = drive(write(tmp_path, tasks=["niah_single_1", "vt"]), make)
+    assert opened.store.rows().num_rows == 12
+    (left,) = finished.outcome.left_out
+    assert (left.what, left.pairs, left.reason) == (
+        "vt at 1024, seed 0, on tiny",
+        12,
+        "DataError: there is nothing to ask",
+    )
+
+
+def test_failures_in_a_row_stop_the_sweep(tmp_path: Path) -> None:
+    file = write(tmp_path, samples=10, cluster={"samples_per_job": 1, "max_failures": 3})
+    opened, finished = drive(file, stub_worker.samples({index: "fail" for index in range(10)}))
+    assert finished.outcome.stopped == "3 failures in a row with no success between them"
+    assert finished.exit_code(failures_ok=True) == 3
+    assert 3 <= len(statuses(opened)) < 10
+
+
+def test_an_actor_that_yields_nothing_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, samples=1, cluster={"stall_timeout_s": 0.5})
+    opened, finished = drive(file, stub_worker.samples({0: "hang"}))
+    assert statuses(opened) == {0: {"failed"}}
+    assert finished.exit_code(False) == 1
+
+
+def test_an_actor_that_finds_no_room_is_a_clear_message(tmp_path: Path) -> None:
+    file = write(tmp_path, cluster={"gpus_per_actor": 1, "ready_timeout_s": 1})
+    message = r"no actor could start within 1 s: each asks for 1 CPU, 1 GPU, and the cluster has 1 node with 2 CPU"
+    with pytest.raises(ClusterError, match=message):
+        drive(file)
+
+
+def command(*arguments: object, delay_s: float = 0.0) -> subprocess.Popen[str]:
+    """The command line with the stubs, in a process and on a Ray of its own."""
+    return subprocess.Popen(
+        [sys.executable, str(TESTS / "stub_worker.py"), *map(str, arguments)],
+        env={**ENVIRONMENT, "STUB_DELAY_S": str(delay_s)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_a_part(folder: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("out/parts/*.parquet")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_driver_is_continued_without_repeats_and_keeps_others_out(tmp_path: Path) -> None:
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    alone.mkdir()
+    killed.mkdir()
+    expected, _ = drive(write(alone, samples=60))
+
+    file = write(killed, samples=60)
+    first = command("run", file, delay_s=0.02)
+    wait_for_a_part(killed, first)
+    second = command("run", file)
+    said, _ = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert f"is being written by another driver: process {first.pid} of" in said
+    assert len(said.splitlines()) == 1
+    first.kill()
+    first.communicate(timeout=60)
+
+    opened = open_sweep(file, RunOptions())
+    kept = opened.store.attempts(("cell_id",)).num_rows
+    assert 0 < kept < 180
+    third = command("run", file)
+    said, _ = third.communicate(timeout=120)
+    assert third.returncode == 0, said
+    assert "Traceback" not in said
+    assert f"{kept}/180 rows" in said
+    assert_nothing_was_run_twice(opened)
+    assert results(opened) == results(expected)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_driver_writes_what_is_finished(tmp_path: Path, signum: int, code: int) -> None:
+    file = write(tmp_path, samples=60)
+    process = command("run", file, delay_s=0.02)
+    wait_for_a_part(tmp_path, process)
+    time.sleep(0.5)
+    before = time.monotonic()
+    process.send_signal(signum)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert time.monotonic() - before < 10
+    assert "run the same command to go on" in said
+    assert "Traceback" not in said
+    opened = open_sweep(file, RunOptions())
+    assert 64 < opened.store.attempts(("cell_id",)).num_rows < 180
+    assert opened.store.folder.read("lease.json") is None

@@ -1,0 +1,411 @@
+"""MLflow beside a sweep: what is written, that writing twice changes nothing, and that it never stands in the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pandas as pd
+import pytest
+from row_factory import Output, make_cell, make_output, make_rows, make_sweep
+
+from pipeline.mlflow_metrics import metric_name
+from pipeline.mlflow_runs import CHILD, KIND, SWEEP_ID, mlflow_client, sweep_id
+from pipeline.mlflow_views import links, views
+from pipeline.report import Report, build_report
+from pipeline.tracking import Tracker, TrackingError, replay, tracking_uri
+
+mlflow = pytest.importorskip("mlflow")
+
+
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty MLflow database: its migrations take seconds, so they run once."""
+    file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    mlflow_client(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+@pytest.fixture
+def folder(tmp_path: Path, migrated: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An output folder with a database in it; the environment names no other server."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    shutil.copy(migrated, tmp_path / "mlflow.db")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def output() -> Output:
+    """A sweep over two seeds in which one method failed on a sample."""
+    made = make_output(tasks=("niah", "vt"), samples=6, data_seeds=(0, 1), budgets=("10%", "128 tokens"))
+    rows = made.rows
+    lost = (rows["method"] == "snapkv") & (rows["budget"] == "10%") & (rows["sample_id"] == "vt-1-3")
+    rows.loc[lost, ["status", "error", "score"]] = ["failed", "torch.OutOfMemoryError: CUDA out of memory", None]
+    return made
+
+
+def sweep_in(folder: Path, **fields: Any) -> dict[str, Any]:
+    return make_sweep(output=str(folder), **fields)
+
+
+def report_of(output: Output, sweep: dict[str, Any]) -> Report:
+    return build_report(output.rows, output.cells, sweep)
+
+
+def runs_in(folder: Path, name: str = "unit") -> tuple[Any, list[Any]]:
+    """The sweep's run and its children."""
+    client = mlflow_client(f"sqlite:///{folder / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name(name).experiment_id], max_results=1000)
+    (parent,) = (run for run in runs if run.data.tags[KIND] == "sweep")
+    return parent, [run for run in runs if run.data.tags[KIND] == "configuration"]
+
+
+def child(children: list[Any], method: str, budget: str) -> Any:
+    (found,) = (run for run in children if (run.data.params["method"], run.data.params["budget"]) == (method, budget))
+    return found
+
+
+@pytest.fixture
+def tracked(folder: Path, output: Output) -> tuple[Path, Report]:
+    """A whole sweep, tracked from start to close."""
+    sweep = sweep_in(folder)
+    tracker = Tracker.start(None, sweep, output.cells)
+    tracker.progress(30, 0, 120, done_cells=2)
+    report = report_of(output, sweep)
+    tracker.finish(report, report.write(folder / "report"), "FAILED")
+    tracker.close(60)
+    return folder, report
+
+
+def test_the_parent_has_the_sweeps_tags_counts_and_macro_averages(tracked: tuple[Path, Report]) -> None:
+    folder, report = tracked
+    parent, children = runs_in(folder)
+    assert parent.info.status == "FAILED"
+    assert parent.data.tags[SWEEP_ID] == sweep_id(report.sweep)
+    assert parent.data.tags["protocol.question"] == "compressed"
+    assert parent.data.tags["version.torch"] == "2.13.0"
+    assert (parent.data.params["cells"], parent.data.params["samples"], parent.data.params["methods"]) == (
+        "20",
+        "120",
+        "3",
+    )
+    full = report.summary.boards[0].baseline.macro
+    assert parent.data.metrics["macro/full/100pct"] == pytest.approx(100 * full.value)
+    assert parent.data.metrics["macro_low/full/100pct"] == pytest.approx(100 * full.interval.low)
+    assert "macro/snapkv/10pct" not in parent.data.metrics
+    assert "macro/qevict/128 tokens" in parent.data.metrics
+    assert len(children) == 5
+
+
+def test_progress_is_a_series_of_steps(tracked: tuple[Path, Report]) -> None:
+    folder, _ = tracked
+    parent, _ = runs_in(folder)
+    client = mlflow_client(f"sqlite:///{folder / 'mlflow.db'}")
+    series = {
+        name: sorted((point.step, point.value) for point in client.get_metric_history(parent.info.run_id, name))
+        for name in ("rows_done", "rows_failed", "cells_done")
+    }
+    assert series == {
+        "rows_done": [(30, 30), (120, 120)], "rows_failed": [(30, 0), (120, 1)], "cells_done": [(30, 2), (120, 19)],
+    }  # fmt: skip
+
+
+def test_a_child_holds_what_filters_need_and_the_reports_own_figures(tracked: tuple[Path, Report]) -> None:
+    folder, report = tracked
+    parent, children = runs_in(folder)
+    run = child(children, "qevict", "10%")
+    (result,) = (one for one in report.summary.results if (one.label, one.configuration.budget) == ("qevict", "10%"))
+    described = {"model": "small-model", "method": "qevict", "budget": "10%", "budget_number": "10", "context": "4096"}
+    described |= {"budget_unit": "percent", "question": "compressed", "budget_base": "prompt", "growth": "grow"}
+    assert described.items() <= run.data.params.items()
+    assert described.items() <= run.data.tags.items()
+    assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert run.info.status == "FINISHED"
+    metrics = run.data.metrics
+    assert metrics["task/vt"] == pytest.approx(100 * result.tasks["vt"].estimate.value)
+    assert metrics["quality/macro"] == pytest.approx(100 * result.macro.value)
+    assert metrics["quality/macro_low"] == pytest.approx(100 * result.macro.interval.low)
+    assert metrics["quality/delta_to_full"] == pytest.approx(100 * result.against_full.macro.value)
+    assert metrics["memory/kv_share_prefill"] == pytest.approx(0.1, abs=1e-4)
+    assert metrics["memory/kv_bytes_peak"] == pytest.approx(result.memory.bytes_peak)
+    assert metrics["cost/shared_decode_s"] == pytest.approx(0.8)
+    assert child(children, "qevict", "128 tokens").data.params["budget_unit"] == "tokens"
+
+
+def test_seeds_are_steps_and_their_mean_is_the_score(tracked: tuple[Path, Report]) -> None:
+    folder, _ = tracked
+    run = child(runs_in(folder)[1], "qevict", "10%")
+    history = mlflow_client(f"sqlite:///{folder / 'mlflow.db'}").get_metric_history(run.info.run_id, "by_seed/vt")
+    assert [point.step for point in history] == [0, 1]
+    assert sum(point.value for point in history) / 2 == pytest.approx(run.data.metrics["task/vt"])
+
+
+def test_a_configuration_with_a_failed_row_has_failed_with_its_kind_of_error(tracked: tuple[Path, Report]) -> None:
+    run = child(runs_in(tracked[0])[1], "snapkv", "10%")
+    assert (run.info.status, run.data.tags["error_type"]) == ("FAILED", "OutOfMemoryError")
+    assert run.data.metrics["samples/failed"] == 1
+    assert "quality/macro" not in run.data.metrics
+    assert run.data.tags["complete"] == "1 of 2"
+
+
+def test_files_lie_under_the_output_and_can_be_read_back(tracked: tuple[Path, Report]) -> None:
+    folder, report = tracked
+    parent, _ = runs_in(folder)
+    client = mlflow_client(f"sqlite:///{folder / 'mlflow.db'}")
+    run_id = parent.info.run_id
+    assert {item.path for item in client.list_artifacts(run_id)} == {"sweep.yaml", "report.html", "tables"}
+    assert {item.path for item in client.list_artifacts(run_id, "tables")} == {
+        f"tables/table.{kind}" for kind in ("md", "csv", "tex")
+    }
+    (page,) = (folder / "mlartifacts").rglob("report.html")
+    assert page.read_text(encoding="utf-8") == report.html()
+
+
+def test_replay_writes_what_live_tracking_wrote_and_adds_no_twins(tracked: tuple[Path, Report], output: Output) -> None:
+    folder, report = tracked
+
+    def state() -> dict[str, Any]:
+        parent, children = runs_in(folder)
+        client = mlflow_client(f"sqlite:///{folder / 'mlflow.db'}")
+        return {
+            run.data.tags.get(CHILD, "parent"): (
+                run.info.run_id, run.info.status, run.data.params, run.data.tags, run.data.metrics,
+                {name: len(client.get_metric_history(run.info.run_id, name)) for name in run.data.metrics},
+            )
+            for run in (parent, *children)
+        }  # fmt: skip
+
+    before = state()
+    for _ in range(2):
+        replay(None, report.sweep, output.cells, report, [], "FAILED")
+    assert state() == before
+
+
+def test_replay_alone_fills_an_empty_store(folder: Path, output: Output) -> None:
+    sweep = sweep_in(folder)
+    replay(None, sweep, output.cells, report_of(output, sweep), [])
+    parent, children = runs_in(folder)
+    assert (parent.info.status, len(children)) == ("FINISHED", 5)
+
+
+def test_a_figure_that_no_longer_holds_is_nan_until_it_holds_again(folder: Path, output: Output) -> None:
+    sweep = sweep_in(folder)
+    replay(None, sweep, output.cells, report_of(output, sweep), [])
+    more = make_cell("qevict", "10%", "a new task", 6)
+    wider = Output(output.rows, [*output.cells, more], sweep)
+    replay(None, sweep, wider.cells, report_of(wider, sweep), [])
+    parent, children = runs_in(folder)
+    run = child(children, "qevict", "10%")
+    assert math.isnan(run.data.metrics["quality/macro"])
+    assert math.isnan(parent.data.metrics["macro/qevict/10pct"])
+    assert not math.isnan(run.data.metrics["task/vt"])
+    report = report_of(output, sweep)
+    replay(None, sweep, output.cells, report, [])
+    macro = next(one.macro for one in report.summary.results if one.label == "qevict")
+    assert child(runs_in(folder)[1], "qevict", "10%").data.metrics["quality/macro"] == pytest.approx(100 * macro.value)
+
+
+def test_a_repaired_configuration_is_no_longer_failed(folder: Path, output: Output) -> None:
+    sweep = sweep_in(folder)
+    replay(None, sweep, output.cells, report_of(output, sweep), [])
+    rows = output.rows.copy()
+    rows.loc[rows["status"] == "failed", ["status", "error", "score"]] = ["ok", "", 1.0]
+    whole = Output(rows, output.cells, sweep)
+    replay(None, sweep, output.cells, report_of(whole, sweep), [])
+    run = child(runs_in(folder)[1], "snapkv", "10%")
+    assert run.info.status == "FINISHED"
+    assert "error_type" not in run.data.tags
+
+
+def test_a_sweep_that_continues_goes_on_in_its_own_run(folder: Path, output: Output) -> None:
+    sweep = sweep_in(folder)
+    for _ in range(2):
+        tracker = Tracker.start(None, sweep, output.cells)
+        tracker.close(60)
+    parent, _ = runs_in(folder)
+    assert parent.info.status == "RUNNING"
+
+
+def test_two_outputs_of_one_name_share_an_experiment_but_no_run(folder: Path, output: Output) -> None:
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    for place in ("one", "two"):
+        sweep = sweep_in(folder / place)
+        replay(uri, sweep, output.cells, report_of(output, sweep), [])
+    client = mlflow_client(uri)
+    experiment = client.get_experiment_by_name("unit").experiment_id
+    assert len(client.search_runs([experiment], f"tags.`{KIND}` = 'sweep'")) == 2
+    assert len(client.search_runs([experiment], f"tags.`{KIND}` = 'configuration'")) == 10
+
+
+def test_many_configurations_and_settings_fit_into_mlflows_limits(folder: Path) -> None:
+    settings = {f"setting {index} (%)": index for index in range(150)}
+    cells = [make_cell("m" * 200, f"{share}%", f"task {'t' * 200}", 2, settings=settings) for share in range(1, 4)]
+    rows = pd.concat([make_rows(cell, [1.0, 0.0]) for cell in cells])
+    sweep = sweep_in(folder)
+    replay(None, sweep, cells, build_report(rows, cells, sweep), [])
+    assert len(runs_in(folder)[1]) == 3
+
+
+def test_the_ray_job_is_a_tag(folder: Path, output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"runtime_env": {}, "metadata": {"job_submission_id": "sweep-unit-1", "job_name": "unit"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    Tracker.start(None, sweep_in(folder), output.cells).close(60)
+    assert runs_in(folder)[0].data.tags["ray.submission_id"] == "sweep-unit-1"
+
+
+# ---- never in the way
+
+
+@pytest.fixture
+def dead_server() -> str:
+    """An address that refuses connections."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """An address that takes connections and never answers."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_dead_server_is_one_warning_with_the_way_out(
+    folder: Path, output: Output, dead_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sweep = sweep_in(folder)
+    report = report_of(output, sweep)
+    started = monotonic()
+    tracker = Tracker.start(dead_server, sweep, output.cells)
+    tracker.progress(1, 0, 10)
+    tracker.finish(report, [], "FINISHED")
+    assert monotonic() - started < 0.5
+    tracker.close(20)
+    assert monotonic() - started < 15
+    (warning,) = warnings(caplog)
+    assert dead_server in warning
+    assert "`kvsweep replay` fills MLflow in later" in warning
+
+
+def test_close_waits_no_longer_than_it_is_told(
+    folder: Path, output: Output, silent_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Tracker.start(silent_server, sweep_in(folder), output.cells)
+    started = monotonic()
+    tracker.close(1.0)
+    assert monotonic() - started < 3
+    assert any("has not taken everything within 1 s" in text for text in warnings(caplog))
+
+
+def test_a_database_that_cannot_be_opened_is_one_warning(
+    folder: Path, output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "a file").touch()
+    tracker = Tracker.start(f"sqlite:///{folder}/a file/mlflow.db", sweep_in(folder), output.cells)
+    tracker.progress(1, 0, 10)
+    tracker.close(60)
+    (warning,) = warnings(caplog)
+    assert "a file/mlflow.db: FileExistsError" in warning
+
+
+def test_replay_says_what_is_wrong_with_a_dead_server(folder: Path, output: Output, dead_server: str) -> None:
+    sweep = sweep_in(folder)
+    with pytest.raises(TrackingError, match=dead_server):
+        replay(dead_server, sweep, output.cells, report_of(output, sweep), [])
+
+
+def test_tracking_can_be_off(tmp_path: Path, output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    sweep = sweep_in(tmp_path)
+    tracker = Tracker.start("off", sweep, output.cells)
+    tracker.progress(1, 0, 10)
+    tracker.finish(report_of(output, sweep), [], "FINISHED")
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tracking_prints_nothing(
+    tmp_path: Path, output: Output, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    sweep = sweep_in(tmp_path)
+    replay(None, sweep, output.cells, report_of(output, sweep), [])
+    assert (tmp_path / "mlflow.db").exists()
+    assert capfd.readouterr() == ("", "")
+
+
+# ---- addresses, names and views
+
+
+def test_the_sweeps_setting_comes_before_the_environment_and_both_before_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking_uri(None, str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert tracking_uri(None, f"file://{tmp_path}") == f"sqlite:///{tmp_path}/mlflow.db"
+    assert tracking_uri(None, "s3://bucket/sweep") == "off"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://there:5000")
+    assert tracking_uri(None, str(tmp_path)) == "http://there:5000"
+    assert tracking_uri("http://here:5000", str(tmp_path)) == "http://here:5000"
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        (("macro", "qevict@x", "10%"), "macro/qevict_x/10pct"),
+        (("task", "niah (multi), k=3"), "task/niah _multi_ k_3"),
+        (("task", "..", "a//b"), "task/_/a_b"),
+        (("task", "größe"), "task/gr_e"),
+    ],
+)
+def test_metric_names_hold_only_what_mlflow_takes(parts: tuple[str, ...], name: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    assert metric_name(*parts) == name
+    _validate_metric_name(name)
+
+
+def test_long_metric_names_stay_apart() -> None:
+    one, two = (metric_name("task", "t" * 300 + end) for end in "ab")
+    assert one != two
+    assert len(one) <= 250
+
+
+def test_saved_views_are_installed_in_the_form_that_the_page_reads(tracked: tuple[Path, Report]) -> None:
+    client = mlflow_client(f"sqlite:///{tracked[0] / 'mlflow.db'}")
+    tags = client.get_experiment_by_name("unit").tags
+    installed = {key: json.loads(value) for key, value in tags.items() if key.startswith("mlflow.sharedViewState.")}
+    assert sorted(view["name"] for view in installed.values()) == ["Failures", "Leaderboard", "Score against budget"]
+    for view in installed.values():
+        assert isinstance(view["createdAt"], int)
+        assert {"searchFilter", "orderByKey", "selectedColumns"} <= json.loads(view["state"]).keys()
+    leaderboard = json.loads(installed["mlflow.sharedViewState.kvsweep-leaderboard"]["state"])
+    assert "metrics.`macro/full/100pct`" in leaderboard["selectedColumns"]
+
+
+def test_the_filters_of_the_saved_views_find_the_runs_they_are_for(tracked: tuple[Path, Report]) -> None:
+    client = mlflow_client(f"sqlite:///{tracked[0] / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("unit").experiment_id
+    found = {name: len(client.search_runs([experiment], state["searchFilter"])) for name, state in views({}).values()}
+    assert found == {"Leaderboard": 1, "Score against budget": 5, "Failures": 1}
+
+
+def test_links_are_full_and_open_the_right_layout() -> None:
+    address = links("http://mlflow:5000/", "7")["Score against budget"]
+    assert address.startswith("http://mlflow:5000/#/experiments/7/runs?")
+    assert {"workflowType=machine_learning", "compareRunsMode=CHART"} <= set(address.partition("?")[2].split("&"))

