@@ -1,4 +1,4 @@
-"""Tensors that share a dimension of pages: handed out lowest first, grown when none is free, trimmed at the end."""
+"""Tensors that share a dimension of pages: handed out lowest first, grown when none is free, trimmed when half are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PageArena:
         self.used[pages] = False
         last = int(self.used.nonzero().max()) + 1 if bool(self.used.any()) else 0
         kept = -(-last // GROWTH) * GROWTH
-        if kept < len(self.used):
+        if kept <= len(self.used) // 2:  # not at once: the next row is likely to want them
             self._resize(kept)
 
     @property

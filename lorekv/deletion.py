@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcache.window import window_attention
+
 SURVIVING = 1e-4
 """Least 1 - a_i: a token that takes all attention has a finite cost."""
 
@@ -56,23 +58,23 @@ def projection_grams(output_projection: Tensor, kv_heads: int) -> Tensor:
 
 def attend_prompt(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
     """Causal attention of a prompt's last queries. queries [G, w, d], keys [n, d], values [n, d_v]"""
-    from kvcache.window import window_attention
-
     probabilities = window_attention(queries, keys, scale)
-    return Attended(probabilities, probabilities @ values.float())
+    return Attended(probabilities, probabilities @ values.to(probabilities))
 
 
-def attend_future(
+def attend_futures(
     queries: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor, scale: float
 ) -> Attended:
-    """Attention of one future's queries over the whole prompt and, causally, its own tokens.
+    """Attention of M futures of T tokens over the whole prompt and, causally, their own tokens.
 
-    queries [G, T, d], keys [n, d], own_keys [T, d].
+    queries [G, M, T, d], keys [n, d], own_keys [M, T, d] -> probabilities [G, M * T, n], output [G, M * T, d_v]
     """
-    steps = len(own_keys)
-    queries, own_values = queries.float(), own_values.float()
-    own = queries @ own_keys.float().T
-    own.masked_fill_(torch.ones(steps, steps, dtype=torch.bool, device=own.device).triu_(1), -torch.inf)
-    weights = torch.softmax(torch.cat([queries @ keys.float().T, own], -1) * scale, -1)
-    prompt, suffix = weights[..., : len(keys)], weights[..., len(keys) :]
-    return Attended(prompt, prompt @ values.float() + suffix @ own_values)
+    steps, prompt = queries.shape[2], len(keys)
+    queries = queries.float()
+    own = queries @ own_keys.float().transpose(1, 2)
+    own.masked_fill_(torch.ones(steps, steps, dtype=torch.bool, device=own.device).triu(1), -torch.inf)
+    shared = queries.flatten(1, 2) @ keys.float().T
+    weights = torch.softmax(torch.cat([shared.view(*queries.shape[:3], prompt), own], -1) * scale, -1)
+    of_prompt = weights[..., :prompt].flatten(1, 2)
+    of_own = (weights[..., prompt:] @ own_values.float()).flatten(1, 2)
+    return Attended(of_prompt, of_prompt @ values.float() + of_own)

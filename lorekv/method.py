@@ -97,18 +97,16 @@ class LoreKV(PromptEvictor):
         """F: weighted over futures, mean over the group and each future's queries. [H_kv, n]"""
         import torch
 
-        from lorekv.deletion import attend_future, deletion_cost, projection_grams
+        from lorekv.deletion import attend_futures, deletion_cost, projection_grams
 
         grams = projection_grams(layer.output_projection, len(layer.keys))
-        queries = futures.continuation.queries(index)
+        queries = futures.continuation.queries(index).unflatten(1, (len(layer.keys), -1))  # [M, H_kv, G, T, d]
         own_keys, own_values = futures.continuation.suffix(index)
-        total = torch.zeros(layer.keys.shape[:2], device=layer.keys.device)
-        for particle, length in enumerate(futures.lengths.tolist()):
-            if not length:
-                continue
-            grouped = queries[particle, :, :length].unflatten(0, (len(layer.keys), -1))
-            for head, values in enumerate(layer.values):
-                own = own_keys[particle, head, :length], own_values[particle, head, :length]
-                attended = attend_future(grouped[head], layer.keys[head], values, *own, layer.scale)
-                total[head] += weights[particle] * deletion_cost(attended, values.float(), grams[head]).mean((0, 1))
-        return total
+        by_query = (weights / futures.lengths.clamp_min(1))[:, None] * futures.steps()
+        costs = []
+        for head, values in enumerate(layer.values):
+            own = own_keys[:, head], own_values[:, head]
+            attended = attend_futures(queries[:, head].transpose(0, 1), layer.keys[head], values, *own, layer.scale)
+            cost = deletion_cost(attended, values.float(), grams[head]).mean(0)
+            costs.append(by_query.flatten() @ cost)
+        return torch.stack(costs)

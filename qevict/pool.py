@@ -32,7 +32,7 @@ from qevict.slots import FREE, SINK, Where, WindowSlots, slots_per_page
 if TYPE_CHECKING:
     from qevict.method import QEvict
 
-PAGES_AT_ONCE = 16
+PAGES_AT_ONCE = 64
 """Ledger pages whose keys are dequantised at a time: the workspace, which does not outlive the product."""
 
 EVERY_LAYER = slice(0, None)
@@ -96,7 +96,7 @@ class TieredPool(FamilyPool):
         self._held: dict[int, _Row] = {}
         self._tail_page = torch.zeros(self.layers, shape.rows, dtype=torch.int64, device=shape.device)
         self._tail_place = torch.zeros_like(self._tail_page)
-        self._rotary = torch.zeros(2, layout.key_dim // 2, 0, device=shape.device)
+        self._rotary = torch.zeros(2, 0, layout.key_dim // 2, window, device=shape.device)
         self._arrange()
 
     # -- a row comes and goes ------------------------------------------------------------------------------------------
@@ -138,11 +138,13 @@ class TieredPool(FamilyPool):
         self._order = torch.cat(order)
 
     def _extend_rotary(self, positions: int) -> None:
-        """The model's tables as [2, d / 2, n]: both halves of a table are the same."""
-        if positions > self._rotary.shape[-1]:
-            cos, sin = self.shape.rotary(0, torch.arange(positions, device=self.shape.device))
-            half = self.layout.key_dim // 2
-            self._rotary = torch.stack([cos[:, :half].T.float(), sin[:, :half].T.float()]).contiguous()
+        """The model's tables by window, [2, W, d / 2, Ω]: both halves of a table are the same."""
+        windows = -(-positions // self.window)
+        if windows > self._rotary.shape[1]:
+            every = self._positions(torch.arange(windows, device=self.shape.device))
+            cos, sin = self.shape.rotary(0, every.flatten())
+            half = torch.stack([cos, sin])[..., : self.layout.key_dim // 2].float()
+            self._rotary = half.unflatten(1, every.shape).transpose(2, 3).contiguous()
 
     # -- the end of prefill --------------------------------------------------------------------------------------------
 
@@ -240,13 +242,9 @@ class TieredPool(FamilyPool):
         partials = []
         for start in range(0, len(self.ledger), PAGES_AT_ONCE):
             some = slice(start, start + PAGES_AT_ONCE)
-            windows = self.ledger["window"][layer, some].long() - 1
-            positions = self._positions(windows.clamp_min(0)).flatten(1)
+            windows = self.ledger["window"][layer, some] - 1
             codes = CodePages(*(self.ledger[name][layer, some] for name in CodePages.__dataclass_fields__))
-            occupied = windows != FREE
-            partials.append(
-                attend_code_pages(of_codes[some], codes, positions, occupied, self._rotary, self.bits, scale)
-            )
+            partials.append(attend_code_pages(of_codes[some], codes, windows, self._rotary, self.bits, scale))
         return partials
 
     # -- maintenance ---------------------------------------------------------------------------------------------------
@@ -300,7 +298,7 @@ class TieredPool(FamilyPool):
     def _write_codes(self, where: Where, keys: Tensor, values: Tensor, windows: Tensor, scores: Tensor) -> None:
         """Quantise windows into ledger slots. keys [K, H_kv, Ω, d] are coded as they were before rotation."""
         layer, page, place = where
-        cos, sin = self._rotary[:, :, self._positions(windows)].permute(0, 2, 3, 1).repeat(1, 1, 1, 2)[:, :, None]
+        cos, sin = self._rotary[:, windows].transpose(2, 3).repeat(1, 1, 1, 2)[:, :, None]  # [K, 1, Ω, d] each
         coded_keys = quantize(unrotate(keys, cos, sin).transpose(2, 3), self.bits)
         coded_values = quantize(values, self.bits)
         self.ledger["key_codes"][layer, page, :, :, place] = coded_keys.codes

@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,14 +17,20 @@ from workers.job import EngineSpec, Job, ModelSpec, Protocol
 from workers.row import Row
 
 
-def test_rows_that_are_there_come_together_and_in_order() -> None:
+@pytest.fixture
+def engine() -> Iterator[Executor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def test_rows_that_are_there_come_together_and_in_order(engine: Executor) -> None:
     rows = [row("c", index) for index in range(100)]
-    found = list(batches(iter(rows)))
+    found = list(batches(iter(rows), engine))
     assert [one for batch in found for one in batch] == rows
     assert all(found)
 
 
-def test_a_row_does_not_wait_for_the_next() -> None:
+def test_a_row_does_not_wait_for_the_next(engine: Executor) -> None:
     taken = threading.Event()
 
     def slow() -> Iterator[Row]:
@@ -31,25 +38,25 @@ def test_a_row_does_not_wait_for_the_next() -> None:
         assert taken.wait(10)
         yield row("c", 1)
 
-    stream = batches(slow())
+    stream = batches(slow(), engine)
     assert [one.sample_index for one in next(stream)] == [0]
     taken.set()
     assert [one.sample_index for one in next(stream)] == [1]
 
 
-def test_rows_before_an_exception_are_kept_and_it_is_raised() -> None:
+def test_rows_before_an_exception_are_kept_and_it_is_raised(engine: Executor) -> None:
     def broken() -> Iterator[Row]:
         yield row("c", 0)
         raise ValueError("no more")
 
-    stream = batches(broken())
+    stream = batches(broken(), engine)
     assert [one.sample_index for one in next(stream)] == [0]
     with pytest.raises(ValueError, match="no more"):
         next(stream)
 
 
-def test_no_rows_are_no_batches() -> None:
-    assert list(batches(iter(()))) == []
+def test_no_rows_are_no_batches(engine: Executor) -> None:
+    assert list(batches(iter(()), engine)) == []
 
 
 def test_a_row_says_which_job_and_device_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:

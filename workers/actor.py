@@ -10,10 +10,11 @@ import os
 import queue
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from workers.job import Job, ModelSpec
+from workers.memory import return_free_memory
 from workers.provenance import provenance
 from workers.row import Row
 
@@ -23,6 +24,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._model: Any = None
+        self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._provenance: dict[str, str] = {}
 
     def load(self, model: ModelSpec) -> dict[str, Any]:
@@ -39,15 +41,16 @@ class Worker:
         """The rows of a job, in lists of what is finished. A sample's own exception is a failed row already."""
         from workers.evaluate import run_job
 
-        for rows in batches(run_job(self._model, job)):
+        for rows in batches(run_job(self._model, job), self._engine):
             for row in rows:
                 row.job_id, row.attempt = job.job_id, job.attempt
                 for name, value in self._provenance.items():
                     setattr(row, name, value)
             yield rows
+        return_free_memory()
 
 
-def batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+def batches(rows: Iterator[Row], engine: Executor) -> Iterator[list[Row]]:
     """Lists of the rows that are there: the producer never waits for the reader, no row waits for the next one."""
     finished: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
 
@@ -58,15 +61,14 @@ def batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
         finally:
             finished.put(None)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="engine") as engine:
-        ending = engine.submit(produce)
-        more = True
-        while more:
-            ready = [finished.get()]
-            while not finished.empty():
-                ready.append(finished.get())
-            more = ready[-1] is not None
-            batch = [row for row in ready if row is not None]
-            if batch:
-                yield batch
-        ending.result()
+    ending = engine.submit(produce)
+    more = True
+    while more:
+        ready = [finished.get()]
+        while not finished.empty():
+            ready.append(finished.get())
+        more = ready[-1] is not None
+        batch = [row for row in ready if row is not None]
+        if batch:
+            yield batch
+    ending.result()

@@ -64,7 +64,7 @@ def load_model(spec: ModelSpec, device: torch.device | None = None) -> LoadedMod
     model = AutoModelForCausalLM.from_pretrained(
         _local_source(files), dtype=dtype, attn_implementation=ATTENTION, **_hub_options(spec)
     )
-    model = model.eval().to(place)  # type: ignore[arg-type]  # transformers wraps ``to`` without its types
+    model = model.eval().to(place)
     return prepare(spec, model, load_tokenizer(spec), meter)
 
 

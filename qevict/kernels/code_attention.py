@@ -35,37 +35,40 @@ class CodePages:
 
 
 def attend_code_pages(
-    queries: Tensor, pages: CodePages, positions: Tensor, occupied: Tensor, rotary: Tensor, bits: int, scale: float
+    queries: Tensor, pages: CodePages, windows: Tensor, rotary: Tensor, bits: int, scale: float
 ) -> PagePartials:
     """Attention inside each page, one segment per window.
 
     Args:
         queries: [P, H_kv, G, d].
-        positions: [P, T] true positions of the page's T = s * Ω tokens; of free slots, any.
-        occupied: [P, s] bool.
-        rotary: [2, d / 2, n] fp32, the model's cos and sin by position.
+        windows: [P, s] the window in each slot, negative where the slot is free.
+        rotary: [2, W, d / 2, Ω] fp32, the model's cos and sin at the positions of each window.
     """
-    heads, slots = pages.key_codes.shape[1], occupied.shape[1]
-    keys = rotated_keys(pages, positions, rotary, bits).flatten(0, 1)
+    heads, slots = pages.key_codes.shape[1], windows.shape[1]
+    keys = rotated_keys(pages, windows, rotary, bits).flatten(0, 1)
     scores = torch.bmm(queries.flatten(0, 1).float(), keys).mul_(scale)
-    tokens = keys.shape[-1] // slots
-    empty = ~occupied.repeat_interleave(tokens, 1).repeat_interleave(heads, 0)
-    scores.masked_fill_(empty[:, None], -torch.inf)
+    free = (windows < 0).repeat_interleave(rotary.shape[-1], 1).repeat_interleave(heads, 0)
+    scores.masked_fill_(free[:, None], -torch.inf)
     peak = scores.amax(-1)
     weights = scores.sub_(peak.clamp_min(torch.finfo(torch.float32).min)[..., None]).exp_()
     codes = unpack(pages.value_codes, bits).flatten(0, 1).flatten(1, 2)
-    value_scale, value_offset = (
-        part.float().flatten(2).flatten(0, 1) for part in (pages.value_scale, pages.value_offset)
-    )
+    by_token = (part.float().flatten(2).flatten(0, 1) for part in (pages.value_scale, pages.value_offset))
+    value_scale, value_offset = by_token
     output = torch.bmm(weights * value_scale[:, None], codes)
     output += torch.bmm(weights, value_offset[..., None])
     return PagePartials(peak, weights.unflatten(-1, (slots, -1)).sum(-1), output)
 
 
-def rotated_keys(pages: CodePages, positions: Tensor, rotary: Tensor, bits: int) -> Tensor:
+def rotated_keys(pages: CodePages, windows: Tensor, rotary: Tensor, bits: int) -> Tensor:
     """[P, H_kv, d, T] fp32: dequantised, then rotated half-split at their positions."""
-    keys = unpack(pages.key_codes, bits)
-    keys.mul_(pages.key_scale.float()[..., None]).add_(pages.key_offset.float()[..., None])
-    first, second = keys.flatten(3).chunk(2, dim=2)
-    cos, sin = rotary[:, :, positions].transpose(1, 2)[:, :, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], 2)
+    scale, offset = pages.key_scale.float()[..., None], pages.key_offset.float()[..., None]
+    keys = torch.addcmul(offset, unpack(pages.key_codes, bits), scale).flatten(3)
+    # Windows are gathered whole: a gather by token would cost as much as all the rest.
+    tables = rotary.index_select(1, windows.clamp_min(0).flatten()).unflatten(1, windows.shape)
+    cos, sin = tables.transpose(2, 3).flatten(3)[:, :, None]
+    half = keys.shape[2] // 2
+    first, second = keys[:, :, :half], keys[:, :, half:]
+    rotated = torch.empty_like(keys)
+    torch.mul(first, cos, out=rotated[:, :, :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated[:, :, half:]).addcmul_(first, sin)
+    return rotated
