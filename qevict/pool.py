@@ -284,8 +284,6 @@ class TieredPool(FamilyPool):
     def _demote(self, held: _Row, demoted: Tensor, windows: Tensor, scores: Tensor, layers: slice) -> None:
         """First demotion: quantise once and create the ledger record, in the free slots of each layer in order."""
         layer, slot = demoted.nonzero().unbind(1)
-        if not len(layer):
-            return
         nth = (demoted.cumsum(1) - 1)[layer, slot]
         free = self.ledger.table(held.code_pages, layers)[0] == FREE
         free[:, held.code_slots :] = False
@@ -297,6 +295,8 @@ class TieredPool(FamilyPool):
 
     def _write_codes(self, where: Where, keys: Tensor, values: Tensor, windows: Tensor, scores: Tensor) -> None:
         """Quantise windows into ledger slots. keys [K, H_kv, Ω, d] are coded as they were before rotation."""
+        if not len(windows):
+            return
         layer, page, place = where
         cos, sin = self._rotary[:, windows].transpose(2, 3).repeat(1, 1, 1, 2)[:, :, None]  # [K, 1, Ω, d] each
         coded_keys = quantize(unrotate(keys, cos, sin).transpose(2, 3), self.bits)

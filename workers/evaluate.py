@@ -138,5 +138,3 @@ def _failed(row: Row, error: Exception) -> Row:
     row.status, row.error = "failed", f"{type(error).__name__}: {error}"
     row.finished_at = time.time()
     return row
-
-
