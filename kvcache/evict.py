@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,8 @@ class PromptEvictor(Method):
         left = f"{budget.asked} leaves {budget.prompt_budget}{reserved}"
         return f"{self.name} must keep {needed} protected tokens, and {left}"
 
-    def examine(self, prefill: Prefill, seed: str) -> list[Tensor]:
-        return self.scores(prefill, seed)
+    def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
+        return [self.scores(prefill, seed) for prefill, seed in zip(prefills, seeds, strict=True)]
 
     def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
         from kvcache.ragged import RaggedCompressed

@@ -42,6 +42,11 @@ class CacheLayout:
         """Indices of the layers whose cache grows with the context: the ones that methods compress."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.kind == "growing")
 
+    @property
+    def sliding(self) -> tuple[int, ...]:
+        """Indices of the layers that keep a window only."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.kind == "sliding")
+
     def full_bytes(self, tokens: int) -> int:
         """Bytes of the uncompressed growing layers for ``tokens`` tokens (QEvict, Eq. 7)."""
         return tokens * sum(self.layers[index].token_bytes(self.element_bytes) for index in self.growing)
@@ -50,6 +55,5 @@ class CacheLayout:
         """Bytes of the sliding layers, which no method touches."""
         return sum(
             min(tokens, layer.window or tokens) * layer.token_bytes(self.element_bytes)
-            for layer in self.layers
-            if layer.kind == "sliding"
+            for layer in (self.layers[index] for index in self.sliding)
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -55,9 +56,13 @@ class Method(ABC):
         """Why this budget cannot be met, in words, or None. Torch-free: ``plan`` asks."""
         return None
 
-    def examine(self, prefill: Prefill, seed: str) -> Any:
-        """What does not depend on the budget (scores, lookahead): done once per prompt, given to every ``compress``."""
-        return None
+    def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
+        """What does not depend on the budget (scores, lookahead): once per prompt, given to every ``compress``.
+
+        Several prompts at once, so that extra forward passes can share their products; the result for a prompt does
+        not depend on the others.
+        """
+        return [None] * len(prefills)
 
     @abstractmethod
     def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:

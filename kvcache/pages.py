@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROWTH = 64
+GROWTH = 16
 """Pages come in multiples of this, so that few shapes of products ever occur."""
 
 

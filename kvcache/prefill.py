@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -29,29 +29,41 @@ class LayerPrefill:
     scale: float
 
 
+PARTICLES = 4
+BLOCKS = 4
+"""A continuation carries up to four blocks of four particles each, padded: particles have the same tokens whatever
+continues beside them."""
+
+
 class Continuation(Protocol):
-    """Several continuations of one prompt that share its cache: nothing of the prompt is copied."""
+    """Blocks of particles that continue prompts over the prompts' own caches: nothing of a prompt is copied.
+
+    Block b continues the bth prompt that was given; two blocks may continue the same one.
+    """
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed one token to each continuation. [M] -> next-token logits [M, V] fp32"""
+        """Feed one token to each particle. [B, 4] -> next-token logits [B, 4, V] fp32"""
 
-    def queries(self, layer: int) -> Tensor:
-        """Rotated queries of all steps so far in growing layer ``layer``. [M, H_q, t, d]"""
+    def queries(self, block: int, layer: int) -> Tensor:
+        """Rotated queries of all steps so far in growing layer ``layer``. [4, H_q, t, d]"""
 
-    def suffix(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the continuations' own tokens. [M, H_kv, t, d], [M, H_kv, t, d_v]"""
+    def suffix(self, block: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the particles' own tokens. [4, H_kv, t, d], [4, H_kv, t, d_v]"""
 
 
 @dataclass
 class Prefill:
     """A prompt's cache and what was observed on the way.
 
-    ``logits`` [V] fp32 are those of the last prompt token. ``continue_with(M)`` starts M continuations at position n.
+    ``logits`` [V] fp32 are those of the last prompt token. ``continue_prompts`` starts a continuation with a block for
+    each prompt in its list, at the position after its last token; all prompts of a model share this function.
     """
 
     layers: list[LayerPrefill]
     tokens: int
     logits: Tensor
     rotary: Rotary
-    continue_with: Callable[[int], Continuation]
+    continue_prompts: Callable[[Sequence[Prefill]], Continuation]
+    sliding: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """What the prompt left in the sliding layers: model layer -> keys and values [H_kv, < window, d]."""
     stop_ids: frozenset[int] = frozenset()

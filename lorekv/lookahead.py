@@ -10,20 +10,22 @@ of particles or on the number of steps: fewer are a prefix of more.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kvcache.prefill import Continuation, Prefill
+from kvcache.prefill import BLOCKS, PARTICLES, Continuation, Prefill
 
 
 @dataclass
 class Futures:
-    """M sampled continuations of up to T tokens.
+    """M sampled continuations of up to T tokens of one prompt.
 
     tokens [M, T]; lengths [M], how many of them were fed; log_probability, entropy, varentropy [M, T] fp32 of the
-    distribution each fed token was drawn from, at temperature 1.
+    distribution each token was drawn from, at temperature 1. Per growing layer: queries [M, H_q, T, d], rotated, and
+    the futures' own keys [M, H_kv, T, d] and values [M, H_kv, T, d_v].
     """
 
     tokens: Tensor
@@ -31,40 +33,121 @@ class Futures:
     log_probability: Tensor
     entropy: Tensor
     varentropy: Tensor
-    continuation: Continuation
+    queries: list[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
 
     def steps(self) -> Tensor:
         """[M, T] bool: the tokens that were fed."""
         return torch.arange(self.tokens.shape[1], device=self.lengths.device) < self.lengths[:, None]
 
 
+@dataclass
+class _Block:
+    """Four particles of a prompt on their way; the last block of a prompt may have some to spare."""
+
+    prompt: int
+    prefill: Prefill
+    draws: Tensor
+    given: Tensor | None
+    fed: list[Tensor] = field(default_factory=list)
+    statistics: list[Tensor] = field(default_factory=list)
+    alive: list[Tensor] = field(default_factory=list)
+
+    def choose(self, logits: Tensor, temperature: float) -> Tensor:
+        """The next token of each particle; 0 where it has ended. logits [4, V] -> [4]"""
+        step = len(self.fed)
+        if self.given is None:
+            chosen = _inverse_cdf(logits, self.draws[:, step], temperature)
+        else:
+            chosen = self.given[:, step].to(logits.device)
+        stops = torch.tensor(sorted(self.prefill.stop_ids), device=logits.device)
+        going = ~torch.isin(chosen, stops)
+        self.alive.append(self.alive[-1] & going if self.alive else going)
+        self.statistics.append(_surprise(logits, chosen))
+        self.fed.append(torch.where(self.alive[-1], chosen, 0))
+        return self.fed[-1]
+
+
 def sample_futures(
-    prefill: Prefill, particles: int, tokens: int, temperature: float, seed: str, given: Tensor | None = None
-) -> Futures:
-    """Sample M futures of T tokens as one batch.
+    prefills: Sequence[Prefill],
+    particles: int,
+    tokens: int,
+    temperature: float,
+    seeds: Sequence[str],
+    given: Tensor | None = None,
+) -> list[Futures]:
+    """Sample M futures of T tokens for each prompt, as few batches as possible.
 
     Args:
         given: [M, T] token ids to feed instead of sampled ones (comparisons with other implementations).
     """
-    device = prefill.logits.device
-    draws = torch.stack([_draws(seed, particle, tokens) for particle in range(particles)]).to(device)
-    stops = torch.tensor(sorted(prefill.stop_ids), device=device)
-    continuation = prefill.continue_with(particles)
-    logits = prefill.logits.expand(particles, -1)
-    alive = torch.ones(particles, dtype=torch.bool, device=device)
-    fed: list[Tensor] = []
-    statistics: list[Tensor] = []
-    for step in range(tokens):
-        chosen = _inverse_cdf(logits, draws[:, step], temperature) if given is None else given[:, step].to(device)
-        alive = alive & ~torch.isin(chosen, stops)
-        statistics.append(_surprise(logits, chosen))
-        fed.append(torch.where(alive, chosen, 0))
-        if step == 0:
-            counts = torch.zeros_like(chosen)
-        counts += alive
-        logits = continuation.step(fed[-1])
-    log_probability, entropy, varentropy = torch.stack(statistics, -1)
-    return Futures(torch.stack(fed, 1), counts, log_probability, entropy, varentropy, continuation)
+    blocks = [
+        _block(prompt, prefill, seed, first, tokens, given)
+        for prompt, (prefill, seed) in enumerate(zip(prefills, seeds, strict=True))
+        for first in range(0, particles, PARTICLES)
+    ]
+    found: list[list[Futures]] = [[] for _ in prefills]
+    for start in range(0, len(blocks), BLOCKS):
+        together = blocks[start : start + BLOCKS]
+        continuation = _continue(together, tokens, temperature)
+        for place, block in enumerate(together):
+            found[block.prompt].append(_futures(block, place, continuation))
+    return [_joined(parts, particles) for parts in found]
+
+
+def _block(prompt: int, prefill: Prefill, seed: str, first: int, tokens: int, given: Tensor | None) -> _Block:
+    draws = torch.stack([_draws(seed, first + place, tokens) for place in range(PARTICLES)])
+    if given is not None:
+        places = torch.arange(first, first + PARTICLES).clamp_max(len(given) - 1)
+        given = given[places]
+    return _Block(prompt, prefill, draws.to(prefill.logits.device), given)
+
+
+def _continue(blocks: list[_Block], tokens: int, temperature: float) -> Continuation:
+    continuation = blocks[0].prefill.continue_prompts([block.prefill for block in blocks])
+    logits = torch.stack([block.prefill.logits.expand(PARTICLES, -1) for block in blocks])
+    for _ in range(tokens):
+        chosen = [block.choose(one, temperature) for block, one in zip(blocks, logits, strict=True)]
+        logits = continuation.step(torch.stack(chosen))
+    return continuation
+
+
+def _futures(block: _Block, place: int, continuation: Continuation) -> Futures:
+    log_probability, entropy, varentropy = torch.stack(block.statistics, -1)
+    layers = range(len(block.prefill.layers))
+    suffixes = [continuation.suffix(place, layer) for layer in layers]
+    return Futures(
+        torch.stack(block.fed, 1),
+        torch.stack(block.alive).sum(0),
+        log_probability,
+        entropy,
+        varentropy,
+        [continuation.queries(place, layer) for layer in layers],
+        [keys for keys, _ in suffixes],
+        [values for _, values in suffixes],
+    )
+
+
+def _joined(parts: list[Futures], particles: int) -> Futures:
+    """The blocks of one prompt, without the particles to spare."""
+
+    def join(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(tensors))[:particles]
+
+    def by_layer(tensors: Iterable[list[Tensor]]) -> list[Tensor]:
+        return [join(layer) for layer in zip(*tensors, strict=True)]
+
+    return Futures(
+        join(part.tokens for part in parts),
+        join(part.lengths for part in parts),
+        join(part.log_probability for part in parts),
+        join(part.entropy for part in parts),
+        join(part.varentropy for part in parts),
+        by_layer(part.queries for part in parts),
+        by_layer(part.keys for part in parts),
+        by_layer(part.values for part in parts),
+    )
 
 
 def _draws(seed: str, particle: int, tokens: int) -> Tensor:

@@ -9,8 +9,9 @@ cache at position n, with the prompt's own logits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.evict import PromptEvictor
 from kvcache.method import Observations
@@ -60,21 +61,31 @@ class LoreKV(PromptEvictor):
     def observes(self) -> Observations:
         return Observations(queries=self.window)
 
+    def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
+        """Scores of each prompt; the futures of all prompts are sampled together."""
+        if not self.particles or not self.mix:
+            return [[self._window_cost(layer) for layer in prefill.layers] for prefill in prefills]
+        from lorekv.lookahead import sample_futures
+
+        futures = sample_futures(prefills, self.particles, self.tokens, self.temperature, seeds)
+        return [self._scores(prefill, own) for prefill, own in zip(prefills, futures, strict=True)]
+
     def scores(self, prefill: Prefill, seed: str) -> list[Tensor]:
         """Expected deletion cost of every prompt token. [H_kv, n] per growing layer"""
-        if not self.particles or not self.mix:
-            return [self._window_cost(layer) for layer in prefill.layers]
-        from lorekv.lookahead import sample_futures
+        scores: list[Tensor] = self.examine([prefill], [seed])[0]
+        return scores
+
+    def _scores(self, prefill: Prefill, futures: Futures) -> list[Tensor]:
         from lorekv.reliability import particle_weights
 
-        futures = sample_futures(prefill, self.particles, self.tokens, self.temperature, seed)
         weights = particle_weights(futures, self.atypicality, self.entropy)
-        if not bool(weights.any()):
-            return [self._window_cost(layer) for layer in prefill.layers]
-        return [
-            (1 - self.mix) * self._window_cost(layer) + self.mix * self._future_cost(index, layer, futures, weights)
-            for index, layer in enumerate(prefill.layers)
-        ]
+        scores = []
+        for index, layer in enumerate(prefill.layers):
+            cost = self._window_cost(layer)
+            if bool(weights.any()):
+                cost = (1 - self.mix) * cost + self.mix * self._future_cost(index, layer, futures, weights)
+            scores.append(cost)
+        return scores
 
     def _window_cost(self, layer: LayerPrefill) -> Tensor:
         """P: mean over the group and the window's queries. [H_kv, n]"""
@@ -100,8 +111,8 @@ class LoreKV(PromptEvictor):
         from lorekv.deletion import attend_futures, deletion_cost, projection_grams
 
         grams = projection_grams(layer.output_projection, len(layer.keys))
-        queries = futures.continuation.queries(index).unflatten(1, (len(layer.keys), -1))  # [M, H_kv, G, T, d]
-        own_keys, own_values = futures.continuation.suffix(index)
+        queries = futures.queries[index].unflatten(1, (len(layer.keys), -1))  # [M, H_kv, G, T, d]
+        own_keys, own_values = futures.keys[index], futures.values[index]
         by_query = (weights / futures.lengths.clamp_min(1))[:, None] * futures.steps()
         costs = []
         for head, values in enumerate(layer.values):

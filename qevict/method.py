@@ -8,6 +8,7 @@ are ranked and routed anew (Eq. 4 and 5). F and Q exchange freely, with codes wr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -92,7 +93,10 @@ class QEvict(Method):
             accounting=self.accounting,
         )
 
-    def examine(self, prefill: Prefill, seed: str) -> Tensor:
+    def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
+        return [self.prompt_scores(prefill) for prefill in prefills]
+
+    def prompt_scores(self, prefill: Prefill) -> Tensor:
         """Prompt attention initialises the scores (§4.2): each window's column sums, mean over query heads. [L, W]
 
         Windows count from the end of the sinks; the last one may be incomplete and is scored as far as it goes.

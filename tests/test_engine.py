@@ -15,7 +15,8 @@ from kvcache.budget import Budget
 from kvcache.method import Method
 from lorekv.method import LoreKV
 from qevict.method import QEvict
-from workers.engine import Engine, Fork, Generation, Prompt
+from workers.engine import Engine
+from workers.fork import Fork, Generation, Prompt
 from workers.job import EngineSpec
 from workers.models import LoadedModel
 

@@ -14,7 +14,8 @@ from lorekv.deletion import Attended, attend_futures, deletion_cost, projection_
 from lorekv.lookahead import _inverse_cdf, _surprise, sample_futures
 from lorekv.method import LoreKV
 from lorekv.reliability import effective_particles, particle_weights
-from workers.engine import Engine, Fork, Prompt
+from workers.engine import Engine
+from workers.fork import Fork, Prompt, PromptForks
 from workers.job import EngineSpec
 from workers.models import LoadedModel
 
@@ -27,7 +28,7 @@ def model() -> LoadedModel:
 def prefilled(model: LoadedModel, tokens: int = 60) -> Prefill:
     fork = Fork("", LoreKV(window=8), Budget.parse("unlimited"), "0")
     with torch.inference_mode():
-        return Engine(model, EngineSpec(8, 64))._prefill(Prompt("", prompt_ids(tokens), [], 4, [fork]))[0]
+        return PromptForks(model, 64).prefill(Prompt("", prompt_ids(tokens), [], 4, [fork]))
 
 
 def test_cost_equals_real_deletion() -> None:
@@ -106,11 +107,11 @@ def test_surprise_in_excess_of_entropy_is_centred() -> None:
 def test_futures_are_a_prefix_of_more_and_longer_ones(model: LoadedModel) -> None:
     prefill = prefilled(model)
     with torch.inference_mode():
-        few = sample_futures(prefill, 3, 4, 1.0, "seed")
-        many = sample_futures(prefill, 11, 9, 1.0, "seed")
-        other = sample_futures(prefill, 3, 4, 1.0, "another seed")
+        few = sample_futures([prefill], 3, 4, 1.0, ["seed"])[0]
+        many = sample_futures([prefill], 11, 9, 1.0, ["seed"])[0]
+        other = sample_futures([prefill], 3, 4, 1.0, ["another seed"])[0]
     assert torch.equal(few.tokens, many.tokens[:3, :4])
-    assert torch.equal(few.continuation.queries(1), many.continuation.queries(1)[:3, :, :4])
+    assert torch.equal(few.queries[1], many.queries[1][:3, :, :4])
     assert not torch.equal(few.tokens, other.tokens)
 
 
@@ -120,7 +121,7 @@ def test_futures_equal_an_ordinary_forward_pass(build: type) -> None:
     model: LoadedModel = build()
     prefill = prefilled(model, 40)
     with torch.inference_mode():
-        futures = sample_futures(prefill, 2, 6, 1.0, "0")
+        futures = sample_futures([prefill], 2, 6, 1.0, ["0"])[0]
     captured: dict[int, Tensor] = {}
 
     class Capture:
@@ -137,7 +138,7 @@ def test_futures_equal_an_ordinary_forward_pass(build: type) -> None:
         with torch.inference_mode():
             logits = model.forward(input_ids=tokens, use_cache=False, kv_step=Capture()).logits[0].float()
         for layer in range(3):
-            found = futures.continuation.queries(layer)[particle, :, :length]
+            found = futures.queries[layer][particle, :, :length]
             torch.testing.assert_close(found, captured[layer][0, :, 40:], rtol=1e-3, atol=1e-4)
         log_p = torch.log_softmax(logits[39:-1], -1).gather(-1, tokens[0, 40:, None])[:, 0]
         torch.testing.assert_close(futures.log_probability[particle, :length], log_p, rtol=1e-3, atol=1e-4)
@@ -146,10 +147,10 @@ def test_futures_equal_an_ordinary_forward_pass(build: type) -> None:
 def test_a_future_ends_before_a_stop_token(model: LoadedModel) -> None:
     prefill = prefilled(model)
     with torch.inference_mode():
-        free = sample_futures(prefill, 4, 8, 1.0, "0")
+        free = sample_futures([prefill], 4, 8, 1.0, ["0"])[0]
         stop = int(free.tokens[2, 3])
         prefill.stop_ids = frozenset({stop})
-        ended = sample_futures(prefill, 4, 8, 1.0, "0")
+        ended = sample_futures([prefill], 4, 8, 1.0, ["0"])[0]
     for particle in range(4):
         before = free.tokens[particle].tolist()
         expected = before.index(stop) if stop in before else 8
@@ -183,10 +184,11 @@ def test_uniform_weights_are_exactly_uniform_and_identical_futures_are_one(model
     prefill = prefilled(model)
     given = torch.tensor([[5, 9, 17, 30]] * 3)
     with torch.inference_mode():
-        futures = sample_futures(prefill, 3, 4, 1.0, "0", given)
-        single = sample_futures(prefill, 1, 4, 1.0, "0", given[:1])
+        futures = sample_futures([prefill], 3, 4, 1.0, ["0"], given)[0]
+        single = sample_futures([prefill], 1, 4, 1.0, ["0"], given[:1])[0]
         assert (
-            particle_weights(sample_futures(prefill, 3, 4, 1.0, "0"), 0.0, 0.0).tolist() == [pytest.approx(1 / 3)] * 3
+            particle_weights(sample_futures([prefill], 3, 4, 1.0, ["0"])[0], 0.0, 0.0).tolist()
+            == [pytest.approx(1 / 3)] * 3
         )
         weights = particle_weights(futures, 1.0, 1.0)
         method, layer = LoreKV(window=8), prefill.layers[0]

@@ -61,7 +61,7 @@ def admitted(
     assert room is not None
     pool = method.new_pool(shape())
     assert isinstance(pool, TieredPool)
-    pool.admit(row, method.compress(prefill, resolved, method.examine(prefill, "0")))
+    pool.admit(row, method.compress(prefill, resolved, method.prompt_scores(prefill)))
     return pool, prefill, room
 
 
@@ -259,7 +259,7 @@ def test_a_rows_neighbours_change_nothing() -> None:
     other = prompt(140, 77)
     resolved = Budget.parse("80%").resolve(140, 30, "prompt+max_new", LAYOUT)
     for row in (0, 3):
-        crowded.admit(row, method.compress(other, resolved, method.examine(other, "0")))
+        crowded.admit(row, method.compress(other, resolved, method.prompt_scores(other)))
     for token in range(30):
         expected = feed(alone, token, tokens + token, seed=11)
         rows = crowded.rows.tolist()

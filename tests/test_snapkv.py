@@ -29,7 +29,7 @@ def prompt(tokens: int, window: int) -> Prefill:
 
 def kept(method: SnapKV | StreamingLLM, prefill: Prefill, budget: str) -> list[list[int]]:
     resolved = Budget.parse(budget).resolve(prefill.tokens, 8, "prompt", LAYOUT)
-    compressed = method.compress(prefill, resolved, method.examine(prefill, "0"))
+    compressed = method.compress(prefill, resolved, method.scores(prefill, "0"))
     assert isinstance(compressed, RaggedCompressed)
     return [head.tolist() for head in compressed.kept[0]]
 

@@ -1,38 +1,31 @@
-"""Sampled futures of one prompt over its one cache: M continuations attend to the prompt's keys, which are never
-copied, and to their own few tokens. One softmax over both parts.
+"""Sampled futures over the prompts' own caches: particles attend to their prompt's keys, which are never copied, and to
+their own few tokens. One softmax over both parts.
 
-The rows of every dense product are padded to a multiple of eight, so that a future's tokens do not depend on how many
-others are sampled beside it: particles of eight are a prefix of sixteen.
+Particles come in blocks of four, one prompt to a block, and the dense products always have all rows of four blocks: a
+particle's tokens do not depend on how many others are sampled beside it, or for which prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from kvcache.prefill import LayerPrefill
+from kvcache.prefill import BLOCKS, PARTICLES, Prefill
 from workers.models import LoadedModel
 
-ROWS = 8
-
-SlidingTail = dict[int, tuple[Tensor, Tensor]]
-"""Sliding layer -> the keys and values [H_kv, <= window - 1, d] that the prompt left there."""
+ROWS = BLOCKS * PARTICLES
 
 
 class ContinuationStep:
-    """Attention of M continuations; also what methods get as ``Prefill.continue_with(M)``."""
+    """Attention of up to four blocks; also what methods get as their :class:`~kvcache.prefill.Continuation`."""
 
-    def __init__(
-        self, model: LoadedModel, layers: dict[int, LayerPrefill], sliding: SlidingTail, tokens: int, particles: int
-    ) -> None:
+    def __init__(self, model: LoadedModel, prefills: Sequence[Prefill]) -> None:
         self._model = model
-        self._layers = layers
-        self._sliding = sliding
-        self._tokens = tokens
-        self._particles = particles
-        self._rows = -(-particles // ROWS) * ROWS
+        self._prefills = prefills
+        self._growing = {index: place for place, index in enumerate(model.layout.growing)}
+        self._first = torch.tensor([prefill.tokens for prefill in prefills], device=model.device)
         self._length = 0
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -40,44 +33,55 @@ class ContinuationStep:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed one token to each continuation. [M] -> logits [M, V] fp32"""
-        padded = tokens.new_zeros(self._rows)
-        padded[: self._particles] = tokens
-        positions = torch.full_like(padded, self._tokens + self._length)
+        blocks = len(self._prefills)
+        padded, positions = tokens.new_zeros(BLOCKS, PARTICLES), tokens.new_zeros(BLOCKS, PARTICLES)
+        padded[:blocks] = tokens
+        positions[:blocks] = (self._first + self._length)[:, None]
         output = self._model.forward(
-            input_ids=padded[:, None], position_ids=positions[:, None], use_cache=False, kv_step=self
+            input_ids=padded.view(ROWS, 1), position_ids=positions.view(ROWS, 1), use_cache=False, kv_step=self
         )
         self._length += 1
-        return output.logits[: self._particles, -1].float()
+        logits: Tensor = output.logits[:, -1].float().unflatten(0, (BLOCKS, PARTICLES))
+        return logits[:blocks]
 
-    def queries(self, layer: int) -> Tensor:
-        return self._queries[self._model.layout.growing[layer]]
+    def queries(self, block: int, layer: int) -> Tensor:
+        return self._queries[self._model.layout.growing[layer]][_rows(block)]
 
-    def suffix(self, layer: int) -> tuple[Tensor, Tensor]:
+    def suffix(self, block: int, layer: int) -> tuple[Tensor, Tensor]:
         index = self._model.layout.growing[layer]
-        return self._keys[index][: self._particles], self._values[index][: self._particles]
+        return self._keys[index][_rows(block)], self._values[index][_rows(block)]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        own_keys = self._extend(self._keys, layer, keys)
-        own_values = self._extend(self._values, layer, values)
-        if layer in self._layers:
-            self._extend(self._queries, layer, queries[: self._particles])
-            shared = self._layers[layer].keys, self._layers[layer].values
-        else:
-            shared, own_keys, own_values = self._within_window(layer, own_keys, own_values)
-        return shared_prefix_attention(queries, *shared, own_keys, own_values, scale)
+        self._extend(self._keys, layer, keys)
+        self._extend(self._values, layer, values)
+        if layer in self._growing:
+            self._extend(self._queries, layer, queries)
+        output = torch.zeros_like(queries[..., : values.shape[-1]])
+        for block, prefill in enumerate(self._prefills):
+            rows = _rows(block)
+            seen = self._seen(prefill, layer, rows)
+            output[rows] = shared_prefix_attention(queries[rows], *seen, scale)
+        return output
 
-    def _extend(self, kept: dict[int, Tensor], layer: int, new: Tensor) -> Tensor:
-        kept[layer] = torch.cat([kept[layer], new], 2) if layer in kept else new
-        return kept[layer]
-
-    def _within_window(self, layer: int, keys: Tensor, values: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    def _seen(self, prefill: Prefill, layer: int, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Shared keys and values of the prompt, and the block's own, as far as the layer's window reaches."""
+        keys, values = self._keys[layer][rows], self._values[layer][rows]
+        if layer in self._growing:
+            shared = prefill.layers[self._growing[layer]]
+            return shared.keys, shared.values, keys, values
         window = self._model.layout.layers[layer].window
         assert window is not None
         own = min(keys.shape[2], window)
-        tail_keys, tail_values = self._sliding[layer]
+        tail_keys, tail_values = prefill.sliding[layer]
         first = max(0, tail_keys.shape[1] - (window - own))
-        return (tail_keys[:, first:], tail_values[:, first:]), keys[:, :, -own:], values[:, :, -own:]
+        return tail_keys[:, first:], tail_values[:, first:], keys[:, :, -own:], values[:, :, -own:]
+
+    def _extend(self, kept: dict[int, Tensor], layer: int, new: Tensor) -> None:
+        kept[layer] = torch.cat([kept[layer], new], 2) if layer in kept else new
+
+
+def _rows(block: int) -> slice:
+    return slice(block * PARTICLES, (block + 1) * PARTICLES)
 
 
 def shared_prefix_attention(
@@ -100,8 +104,6 @@ def shared_prefix_attention(
     return output.flatten(1, 2).unsqueeze(2).to(queries.dtype)
 
 
-def continuations(
-    model: LoadedModel, layers: dict[int, LayerPrefill], sliding: SlidingTail, tokens: int
-) -> Callable[[int], ContinuationStep]:
-    """``Prefill.continue_with`` of one prompt."""
-    return lambda particles: ContinuationStep(model, layers, sliding, tokens, particles)
+def continuations(model: LoadedModel) -> Callable[[Sequence[Prefill]], ContinuationStep]:
+    """``Prefill.continue_prompts`` of this model's prompts."""
+    return lambda prefills: ContinuationStep(model, prefills)

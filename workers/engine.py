@@ -15,80 +15,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvcache.budget import Base, Budget, ResolvedBudget
-from kvcache.method import Method, Observations
-from kvcache.pool import Compressed, FamilyPool, MemoryBreakdown, PoolShape
-from kvcache.prefill import LayerPrefill, Prefill
+from kvcache.pool import FamilyPool, PoolShape
 from kvcache.sliding import SlidingRing
-from workers.attention import PrefillStep
-from workers.continuation import continuations
+from workers.fork import Generation, Prompt, PromptForks, Ready
 from workers.job import EngineSpec
 from workers.models import LoadedModel
 
 QUESTION_CHUNK = 16
 """Appended tokens fed at once; a row's chunks start at its question, so they never depend on other rows."""
 
-
-@dataclass(frozen=True)
-class Fork:
-    """One cell of one prompt. ``key`` is the caller's; ``seed`` is that of the method's own randomness."""
-
-    key: Any
-    method: Method
-    budget: Budget
-    seed: str
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids to compress, ids that follow uncompressed, and what is to be generated for each fork."""
-
-    key: Any
-    ids: list[int]
-    appended: list[int]
-    max_new_tokens: int
-    forks: list[Fork]
-    stop: tuple[str, ...] = ()
-    base: Base = "prompt"
-
-
-@dataclass
-class Generation:
-    """The outcome of one fork. ``error`` is set, and the rest is what was known, when it failed.
-
-    ``held_tokens``: prompt and generated tokens that were fed, those that a full cache would hold at the end.
-    """
-
-    prompt: Prompt
-    fork: Fork
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    error: str = ""
-    budget: ResolvedBudget | None = None
-    at_prefill: MemoryBreakdown = field(default_factory=MemoryBreakdown)
-    at_end: MemoryBreakdown = field(default_factory=MemoryBreakdown)
-    peak_held: int = 0
-    held_tokens: int = 0
-    prefill_s: float = 0.0
-    compress_s: float = 0.0
-    decode_s: float = 0.0
-    batch_rows: int = 0
-
-
-@dataclass
-class _Ready:
-    """A fork that is compressed and waits for a row."""
-
-    generation: Generation
-    compressed: Compressed
-    sliding: dict[int, tuple[Tensor, Tensor]]
-    logits: Tensor
+PREFILLED_BYTES = 2**31
+"""Prompts are prefilled ahead of free rows while their caches stay within this; one always is."""
 
 
 @dataclass
@@ -108,119 +50,57 @@ class Engine:
 
     def __init__(self, model: LoadedModel, spec: EngineSpec) -> None:
         self.model = model
-        self.spec = spec
+        self._forks = PromptForks(model, spec.prefill_chunk)
         self._pools: dict[str, FamilyPool] = {}
         self._rows: list[_Row | None] = [None] * spec.row_width
-        layers = model.layout.layers
         self._sliding = {
-            index: SlidingRing(layer, spec.row_width, model.device, model.dtype)
-            for index, layer in enumerate(layers)
-            if layer.kind == "sliding"
+            index: SlidingRing(model.layout.layers[index], spec.row_width, model.device, model.dtype)
+            for index in model.layout.sliding
         }
 
     @torch.inference_mode()
     def run(self, prompts: Iterable[Prompt]) -> Iterator[Generation]:
         """Finished forks, in the order in which they finish. A prompt that raises fails its forks, not the run."""
         waiting = iter(prompts)
-        ready: deque[_Ready] = deque()
+        ready: deque[Ready] = deque()
         exhausted = False
         while not exhausted or ready or any(self._rows):
-            while not exhausted and not ready and not all(self._rows):
-                prompt = next(waiting, None)
-                exhausted = prompt is None
-                if prompt is not None:
-                    yield from self._fork(prompt, ready)
+            if not exhausted and not ready and not all(self._rows):
+                next_prompts = self._enough(waiting)
+                exhausted = not next_prompts
+                for fork in self._forks.fork(next_prompts):
+                    if isinstance(fork, Generation):
+                        yield fork
+                    else:
+                        ready.append(fork)
             while ready and not all(self._rows):
                 yield from self._admit(ready.popleft())
             yield from self._step()
 
-    def _fork(self, prompt: Prompt, ready: deque[_Ready]) -> Iterator[Generation]:
-        """Prefill once and compress for every fork; forks that fail come back at once."""
-        generations = [Generation(prompt, fork) for fork in prompt.forks]
-        began = time.perf_counter()
-        try:
-            prefill, sliding = self._prefill(prompt)
-        except (RuntimeError, ValueError) as error:
-            yield from (_failed(generation, error) for generation in generations)
-            return
-        prefill_s = self._elapsed(began)
-        examined: dict[tuple[Method, str], tuple[Any, float]] = {}
-        for generation in generations:
-            fork, began = generation.fork, time.perf_counter()
-            generation.prefill_s = prefill_s
-            try:
-                budget = fork.budget.resolve(prefill.tokens, prompt.max_new_tokens, prompt.base, self.model.layout)
-                if reason := fork.method.impossible(budget, self.model.layout):
-                    raise ValueError(reason)
-                if (fork.method, fork.seed) not in examined:
-                    analysis = fork.method.examine(prefill, fork.seed)
-                    examined[fork.method, fork.seed] = analysis, self._elapsed(began)
-                    began = time.perf_counter()
-                analysis, examine_s = examined[fork.method, fork.seed]
-                compressed = fork.method.compress(prefill, budget, analysis)
-            except (RuntimeError, ValueError) as error:
-                yield _failed(generation, error)
-                continue
-            generation.budget, generation.compress_s = budget, examine_s + self._elapsed(began)
-            ready.append(_Ready(generation, compressed, sliding, prefill.logits))
+    def _enough(self, waiting: Iterator[Prompt]) -> list[Prompt]:
+        """Prompts whose forks fill the free rows, within what may be held."""
+        free, held = self._rows.count(None), 0
+        prompts: list[Prompt] = []
+        while free > 0 and held < PREFILLED_BYTES and (prompt := next(waiting, None)) is not None:
+            prompts.append(prompt)
+            free -= len(prompt.forks)
+            held += self.model.layout.full_bytes(len(prompt.ids))
+        return prompts
 
-    def _prefill(self, prompt: Prompt) -> tuple[Prefill, dict[int, tuple[Tensor, Tensor]]]:
-        """Full precision, in chunks; logits of the last token only."""
-        total = len(prompt.ids) + len(prompt.appended) + prompt.max_new_tokens
-        if total > self.model.max_positions:
-            raise ValueError(f"{total} tokens exceed the model's {self.model.max_positions}")
-        if not prompt.ids or prompt.max_new_tokens < 1:
-            raise ValueError("a prompt needs at least one token and one new token")
-        observations = Observations()
-        for fork in prompt.forks:
-            observations |= fork.method.observes()
-        step = PrefillStep(self.model.layout, len(prompt.ids), observations)
-        ids = torch.tensor([prompt.ids], device=self.model.device)
-        for start in range(0, len(prompt.ids), self.spec.prefill_chunk):
-            chunk = ids[:, start : start + self.spec.prefill_chunk]
-            positions = torch.arange(start, start + chunk.shape[1], device=ids.device)[None]
-            output = self.model.forward(
-                input_ids=chunk, position_ids=positions, use_cache=False, logits_to_keep=1, kv_step=step
-            )
-            step.advance(chunk.shape[1])
-        layers = {
-            index: LayerPrefill(
-                step.keys[index],
-                step.values[index],
-                step.queries.get(index),
-                step.column_sums.get(index),
-                self.model.output_projection(index),
-                step.scales[index],
-            )
-            for index in self.model.layout.growing
-        }
-        sliding = {index: (step.keys[index], step.values[index]) for index in self._sliding}
-        tokens = len(prompt.ids)
-        prefill = Prefill(
-            list(layers.values()),
-            tokens,
-            output.logits[0, -1].float(),
-            self.model.rotary,
-            continuations(self.model, layers, sliding, tokens),
-            self.model.stop_ids,
-        )
-        return prefill, sliding
-
-    def _admit(self, fork: _Ready) -> Iterator[Generation]:
+    def _admit(self, fork: Ready) -> Iterator[Generation]:
         """Give a compressed fork a row. Its first token comes from the prompt's logits, unless a question follows."""
-        generation, number = fork.generation, self._rows.index(None)
+        generation, prefill, number = fork.generation, fork.compressed.prefill, self._rows.index(None)
         method, prompt = generation.fork.method, generation.prompt
         if method.family not in self._pools:
             self._pools[method.family] = method.new_pool(self._pool_shape())
-        pool, tokens = self._pools[method.family], fork.compressed.prefill.tokens
+        pool = self._pools[method.family]
         pool.admit(number, fork.compressed)
-        for layer, (keys, values) in fork.sliding.items():
-            self._sliding[layer].write(number, keys, values, tokens)
+        for layer, (keys, values) in prefill.sliding.items():
+            self._sliding[layer].write(number, keys, values, prefill.tokens)
         generation.at_prefill = pool.memory(number)
-        row = _Row(generation, pool, deque(prompt.appended), tokens, time.perf_counter())
-        self._rows[number] = row
+        self._rows[number] = row = _Row(generation, pool, deque(prompt.appended), prefill.tokens, time.perf_counter())
         if not row.pending:
-            yield from self._speak(number, int(fork.logits.argmax()))
+            yield from self._speak(number, int(prefill.logits.argmax()))
 
     def _step(self) -> Iterator[Generation]:
         """One forward pass of the batch: a chunk of questions if any row has one to read, else one token per row."""
@@ -234,6 +114,7 @@ class Engine:
         counts = torch.zeros(len(self._rows), dtype=torch.int64)
         for number in active:
             row = self._row(number)
+            # The last token of a question is fed alone: answers always begin in a step of one token.
             count = min(width, len(row.pending) - 1) if reading else 1
             tokens[number, :count] = torch.tensor([row.pending.popleft() for _ in range(count)])
             positions[number] = torch.arange(row.position, row.position + width)
@@ -256,7 +137,8 @@ class Engine:
         )
         for pool in pools:
             pool.after_step(positions[pool.rows], counts[pool.rows])
-        return output.logits[:, -1]
+        logits: Tensor = output.logits[:, -1]
+        return logits
 
     def _speak(self, number: int, token: int) -> Iterator[Generation]:
         """Take a row's next token: it ends the row, or is fed in the next step."""
@@ -280,7 +162,7 @@ class Engine:
         generation.at_end = row.pool.memory(number)
         generation.held_tokens = row.position
         generation.peak_held = max(row.pool.peak_held(number), generation.at_prefill.held)
-        generation.decode_s = self._elapsed(row.started)
+        generation.decode_s = self.model.elapsed(row.started)
         row.pool.release(number)
         self._rows[number] = None
         return generation
@@ -292,12 +174,7 @@ class Engine:
 
     def _pool_shape(self) -> PoolShape:
         model = self.model
-        return PoolShape(model.layout, self.spec.row_width, model.device, model.dtype, model.rotary)
-
-    def _elapsed(self, began: float) -> float:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        return time.perf_counter() - began
+        return PoolShape(model.layout, len(self._rows), model.device, model.dtype, model.rotary)
 
 
 class DecodeStep:
@@ -324,8 +201,3 @@ class DecodeStep:
             new = queries[rows], keys[rows], values[rows], self._positions[rows], self._counts[rows]
             output[rows] = pool.attend(self._growing[layer], *new, scale)
         return output
-
-
-def _failed(generation: Generation, error: Exception) -> Generation:
-    generation.error = f"{type(error).__name__}: {error}"
-    return generation

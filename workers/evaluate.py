@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-
 from kvcache.budget import Budget
 from kvcache.method import Method, method_class
 from tasks.metrics import score
 from tasks.prompt import render
 from tasks.sample import Sample
-from workers.engine import Engine, Fork, Generation, Prompt
+from workers.engine import Engine
+from workers.fork import Fork, Generation, Prompt
 from workers.job import CellSpec, Job
 from workers.models import LoadedModel
 from workers.row import Row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ class LoadedModel:
         """Columns of ``o_proj`` by query head. [hidden, H_q, d_v]"""
         weight: Tensor = self.forward.get_decoder().layers[layer].self_attn.o_proj.weight
         return weight.unflatten(1, (self.layout.layers[layer].query_heads, -1))
+
+    def elapsed(self, began: float) -> float:
+        """Seconds since ``began``, once the device has caught up."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - began
 
     def rotary(self, growing_layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The model's own cos and sin at these positions. [n] -> [n, d] each"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-QUERY_BLOCK = 64
+QUERY_BLOCK = 128
 
 
 def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, scale: float) -> None:
@@ -19,13 +19,13 @@ def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, sca
         queries: [H_q, c, d], rotated.
         keys: [H_kv, start + c, d], rotated.
     """
-    heads, count, _ = queries.shape
-    keys_by_column = keys.float().transpose(1, 2)
+    group, count = len(queries) // len(keys), queries.shape[1]
     future = torch.ones(QUERY_BLOCK, QUERY_BLOCK, dtype=torch.bool, device=keys.device).triu(1)
-    for first in range(0, count, QUERY_BLOCK):
-        block = queries[:, first : first + QUERY_BLOCK].float() * scale
-        rows, visible = block.shape[1], start + first + block.shape[1]
-        grouped = block.reshape(len(keys), -1, block.shape[-1])
-        scores = torch.bmm(grouped, keys_by_column[..., :visible]).view(heads, rows, visible)
-        scores[..., visible - rows :].masked_fill_(future[:rows, :rows], -torch.inf)
-        sums[:, :visible] += torch.softmax(scores, -1).sum(1)
+    for head, by_column in enumerate(keys.float().transpose(1, 2).contiguous()):
+        heads = slice(head * group, (head + 1) * group)
+        for first in range(0, count, QUERY_BLOCK):
+            block = queries[heads, first : first + QUERY_BLOCK].float() * scale
+            rows, visible = block.shape[1], start + first + block.shape[1]
+            scores = (block.flatten(0, 1) @ by_column[:, :visible]).unflatten(0, (group, rows))
+            scores[..., visible - rows :].masked_fill_(future[:rows, :rows], -torch.inf)
+            sums[heads, :visible] += torch.softmax(scores, -1).sum(1)
