@@ -1,4 +1,9 @@
-"""Tensors that share a dimension of pages: handed out lowest first, grown when none is free, trimmed when half are."""
+"""Tensors that share a dimension of pages: handed out lowest first, grown when none is free, given back in the end.
+
+| used | free | used | used |   free   |      capacity is doubled when it is too small,
+└────────── extent ─────────┘          │      and halved when three quarters of it are beyond the extent
+└────────────── capacity ──────────────┘
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,14 @@ import torch
 from torch import Tensor
 
 GROWTH = 16
-"""Pages come in multiples of this, so that few shapes of products ever occur."""
+"""Extents are multiples of this, so that few shapes of products ever occur."""
 
 
 class PageArena:
     """Named tensors with a common page dimension.
 
-    ``arena["keys"]`` is the tensor; a page keeps its number while it is used. New and trimmed space is zero, so what
-    lies in free slots is finite.
+    ``arena["keys"]`` is the tensor up to the extent; a page keeps its number while it is used. Space that was never
+    used is zero, so what lies in free slots is finite.
     """
 
     def __init__(self, dim: int, device: torch.device, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -23,35 +28,49 @@ class PageArena:
             name: torch.zeros(*shape[:dim], 0, *shape[dim:], dtype=dtype, device=device)
             for name, (shape, dtype) in shapes.items()
         }
-        self.used = torch.zeros(0, dtype=torch.bool, device=device)
+        self._used = torch.zeros(0, dtype=torch.bool, device=device)
+        self.extent = 0
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
+        return self._tensors[name].narrow(self._dim, 0, self.extent)
+
+    @property
+    def used(self) -> Tensor:
+        """[extent] bool"""
+        return self._used[: self.extent]
 
     def take(self, count: int) -> Tensor:
         """Numbers of ``count`` free pages, ascending. Their contents are whatever their last user left."""
-        free = (~self.used).nonzero().flatten()
+        free = (~self._used).nonzero().flatten()
         if len(free) < count:
-            missing = max(count - len(free), len(self.used) // 4)
-            self._resize(len(self.used) + -(-missing // GROWTH) * GROWTH)
-            free = (~self.used).nonzero().flatten()
+            missing = max(count - len(free), len(self._used))
+            self._resize(_rounded(len(self._used) + missing))
+            free = (~self._used).nonzero().flatten()
         pages = free[:count]
-        self.used[pages] = True
+        self._used[pages] = True
+        self._measure()
         return pages
 
     def give_back(self, pages: Tensor) -> None:
-        self.used[pages] = False
-        last = int(self.used.nonzero().max()) + 1 if bool(self.used.any()) else 0
-        kept = -(-last // GROWTH) * GROWTH
-        if kept <= len(self.used) // 2:  # not at once: the next row is likely to want them
-            self._resize(kept)
+        self._used[pages] = False
+        self._measure()
+        if self.extent <= len(self._used) // 4:
+            self._resize(_rounded(len(self._used) // 2) if self.extent else 0)
 
     @property
     def nbytes(self) -> int:
+        """Of the whole capacity."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
+    @property
+    def page_bytes(self) -> int:
+        return self.nbytes // max(len(self._used), 1)
+
+    def _measure(self) -> None:
+        self.extent = _rounded(int(self._used.nonzero().max()) + 1) if bool(self._used.any()) else 0
+
     def _resize(self, pages: int) -> None:
-        remain = min(pages, len(self.used))
+        remain = min(pages, len(self._used))
         for name, old in self._tensors.items():
             shape = list(old.shape)
             shape[self._dim] = pages
@@ -59,6 +78,10 @@ class PageArena:
             new.narrow(self._dim, 0, remain).copy_(old.narrow(self._dim, 0, remain))
             new.narrow(self._dim, remain, pages - remain).zero_()
             self._tensors[name] = new
-        used = self.used.new_zeros(pages)
-        used[:remain] = self.used[:remain]
-        self.used = used
+        used = self._used.new_zeros(pages)
+        used[:remain] = self._used[:remain]
+        self._used = used
+
+
+def _rounded(pages: int) -> int:
+    return -(-pages // GROWTH) * GROWTH

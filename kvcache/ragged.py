@@ -62,7 +62,7 @@ class RaggedPool(FamilyPool):
         return MemoryBreakdown(full_precision=used, slack=allocated - used)
 
     def allocated_bytes(self) -> int:
-        return sum(pages.arena["keys"].nbytes + pages.arena["values"].nbytes for pages in self._layers)
+        return sum(pages.arena.nbytes for pages in self._layers)
 
 
 class _LayerPages:

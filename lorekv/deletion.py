@@ -41,13 +41,14 @@ def deletion_cost(attended: Attended, values: Tensor, gram: Tensor) -> Tensor:
     Returns:
         [G, Q, n]
     """
-    output = attended.output
+    output, probabilities = attended.output, attended.probabilities
     projected = output @ gram
     of_output = (projected * output).sum(-1, keepdim=True)
     of_values = ((values @ gram) * values).sum(-1)[:, None]
-    squared = (of_output - 2 * projected @ values.T + of_values).clamp_min(0)
-    odds = attended.probabilities / (1 - attended.probabilities).clamp_min(SURVIVING)
-    return odds * squared.sqrt()
+    by_column = values.T.expand(len(gram), -1, -1)
+    distance = torch.baddbmm(of_output + of_values, projected, by_column, alpha=-2).clamp_min_(0).sqrt_()
+    odds = probabilities / (1 - probabilities).clamp_min_(SURVIVING)
+    return distance.mul_(odds)
 
 
 def projection_grams(output_projection: Tensor, kv_heads: int) -> Tensor:

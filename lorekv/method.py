@@ -64,7 +64,7 @@ class LoreKV(PromptEvictor):
     def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
         """Scores of each prompt; the futures of all prompts are sampled together."""
         if not self.particles or not self.mix:
-            return [[self._window_cost(layer) for layer in prefill.layers] for prefill in prefills]
+            return [self._scores(prefill, None) for prefill in prefills]
         from lorekv.lookahead import sample_futures
 
         futures = sample_futures(prefills, self.particles, self.tokens, self.temperature, seeds)
@@ -75,42 +75,41 @@ class LoreKV(PromptEvictor):
         scores: list[Tensor] = self.examine([prefill], [seed])[0]
         return scores
 
-    def _scores(self, prefill: Prefill, futures: Futures) -> list[Tensor]:
+    def _scores(self, prefill: Prefill, futures: Futures | None) -> list[Tensor]:
+        from lorekv.deletion import projection_grams
         from lorekv.reliability import particle_weights
 
-        weights = particle_weights(futures, self.atypicality, self.entropy)
+        weights = None if futures is None else particle_weights(futures, self.atypicality, self.entropy)
         scores = []
         for index, layer in enumerate(prefill.layers):
-            cost = self._window_cost(layer)
-            if bool(weights.any()):
-                cost = (1 - self.mix) * cost + self.mix * self._future_cost(index, layer, futures, weights)
+            grams = projection_grams(layer.output_projection, len(layer.keys))
+            cost = self._window_cost(layer, grams)
+            if futures is not None and weights is not None and bool(weights.any()):
+                future_cost = self._future_cost(index, layer, grams, futures, weights)
+                cost = (1 - self.mix) * cost + self.mix * future_cost
             scores.append(cost)
         return scores
 
-    def _window_cost(self, layer: LayerPrefill) -> Tensor:
+    def _window_cost(self, layer: LayerPrefill, grams: Tensor) -> Tensor:
         """P: mean over the group and the window's queries. [H_kv, n]"""
         import torch
 
-        from lorekv.deletion import attend_prompt, deletion_cost, projection_grams
+        from lorekv.deletion import attend_prompt, deletion_cost
 
         assert layer.queries is not None
-        grams = projection_grams(layer.output_projection, len(layer.keys))
         queries = layer.queries[:, -self.window :].unflatten(0, (len(layer.keys), -1))
-        costs = [
-            deletion_cost(
-                attend_prompt(queries[head], layer.keys[head], values, layer.scale), values.float(), grams[head]
-            )
-            for head, values in enumerate(layer.values)
-        ]
-        return torch.stack([cost.mean((0, 1)) for cost in costs])
+        costs = []
+        for head, values in enumerate(layer.values):
+            attended = attend_prompt(queries[head], layer.keys[head], values, layer.scale)
+            costs.append(deletion_cost(attended, values.float(), grams[head]).mean((0, 1)))
+        return torch.stack(costs)
 
-    def _future_cost(self, index: int, layer: LayerPrefill, futures: Futures, weights: Tensor) -> Tensor:
+    def _future_cost(self, index: int, layer: LayerPrefill, grams: Tensor, futures: Futures, weights: Tensor) -> Tensor:
         """F: weighted over futures, mean over the group and each future's queries. [H_kv, n]"""
         import torch
 
-        from lorekv.deletion import attend_futures, deletion_cost, projection_grams
+        from lorekv.deletion import attend_futures, deletion_cost
 
-        grams = projection_grams(layer.output_projection, len(layer.keys))
         queries = futures.queries[index].unflatten(1, (len(layer.keys), -1))  # [M, H_kv, G, T, d]
         own_keys, own_values = futures.keys[index], futures.values[index]
         by_query = (weights / futures.lengths.clamp_min(1))[:, None] * futures.steps()

@@ -350,7 +350,10 @@ class TieredPool(FamilyPool):
         promoted = int(self.ledger["promoted"][:, held.code_pages].sum())
         slots = self.layers * (held.full_slots + held.code_slots)
         kept = tokens + records * size.quantized
-        allocated = len(held.full_pages) * self.full.page_bytes + len(held.code_pages) * self.ledger.page_bytes
+        allocated = sum(
+            slots.arena.page_bytes * len(pages)
+            for slots, pages in ((self.full, held.full_pages), (self.ledger, held.code_pages))
+        )
         charged = kept + promoted * size.full
         charged += slots * TABLE_BYTES if held.room.strict else -promoted * size.quantized
         return MemoryBreakdown(

@@ -39,8 +39,8 @@ class WindowSlots:
         return self.arena[name]
 
     def __len__(self) -> int:
-        """Pages, free ones included."""
-        return len(self.arena.used)
+        """Pages up to the last that is used, free ones included."""
+        return self.arena.extent
 
     def take(self, slots: int) -> Tensor:
         """Pages for this many slots, all of them free."""
@@ -68,8 +68,3 @@ class WindowSlots:
     def clear(self, where: Where) -> None:
         self.arena["window"][where] = 0
         self.arena["score"][where] = 0
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all layers, tables included."""
-        return self.arena.nbytes // max(len(self), 1)

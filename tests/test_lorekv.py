@@ -40,7 +40,7 @@ def test_cost_equals_real_deletion() -> None:
     )
     values = torch.randn(tokens, dim, generator=g, dtype=torch.float64)
     projection = torch.randn(hidden, group, dim, generator=g, dtype=torch.float64)
-    scores = queries @ keys.T
+    scores = queries @ keys.T * dim**-0.5
     probabilities = torch.softmax(scores, -1)
     gram = (projection.permute(1, 2, 0) @ projection.permute(1, 0, 2)).contiguous()
     found = deletion_cost(Attended(probabilities, probabilities @ values), values, gram)
@@ -192,8 +192,9 @@ def test_uniform_weights_are_exactly_uniform_and_identical_futures_are_one(model
         )
         weights = particle_weights(futures, 1.0, 1.0)
         method, layer = LoreKV(window=8), prefill.layers[0]
-        three = method._future_cost(0, layer, futures, weights)
-        one = method._future_cost(0, layer, single, torch.ones(1))
+        grams = projection_grams(layer.output_projection, len(layer.keys))
+        three = method._future_cost(0, layer, grams, futures, weights)
+        one = method._future_cost(0, layer, grams, single, torch.ones(1))
     assert effective_particles(weights) == pytest.approx(3)
     torch.testing.assert_close(three, one, rtol=1e-4, atol=1e-6)
 

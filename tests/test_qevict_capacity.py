@@ -101,7 +101,7 @@ def test_a_budget_below_the_protected_tokens_is_impossible() -> None:
     "wrong", [{"bits": 3}, {"quantized_share": 1.5}, {"window": 2}, {"accounting": "loose"}, {"recent": 0}], ids=str
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not|must|does"):
+    with pytest.raises(ValueError, match=r"not|must|does"):
         QEvict(**wrong)
 
 

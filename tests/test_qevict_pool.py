@@ -214,7 +214,7 @@ def test_bytes_stay_in_budget_and_no_token_is_lost_or_doubled(
     assert pool.peak_held(1) <= budget.total_bytes
     used = pool.memory(1)
     assert used.held + used.slack == sum(
-        slots.page_bytes * len(pages)
+        slots.arena.page_bytes * len(pages)
         for slots, pages in ((pool.full, pool._held[1].full_pages), (pool.ledger, pool._held[1].code_pages))
     )
 
@@ -255,7 +255,7 @@ def test_attention_mass_is_conserved() -> None:
 def test_a_rows_neighbours_change_nothing() -> None:
     method, tokens = QEvict(recent=8), 100
     alone, _, _ = admitted(method, tokens, "50%", 30, seed=11, row=2)
-    crowded, prefill, _ = admitted(method, tokens, "50%", 30, seed=11, row=2)
+    crowded, _, _ = admitted(method, tokens, "50%", 30, seed=11, row=2)
     other = prompt(140, 77)
     resolved = Budget.parse("80%").resolve(140, 30, "prompt+max_new", LAYOUT)
     for row in (0, 3):
