@@ -1,7 +1,7 @@
 """Tensors that share a dimension of pages: handed out lowest first, grown when none is free, given back in the end.
 
-| used | free | used | used |   free   |      capacity is doubled when it is too small,
-└────────── extent ─────────┘          │      and halved when three quarters of it are beyond the extent
+| used | free | used | used |   free   |      capacity grows by an eighth when it is too small, or as reserved,
+└────────── extent ─────────┘          │      and shrinks to the extent when that is less than half of it
 └────────────── capacity ──────────────┘
 """
 
@@ -39,14 +39,16 @@ class PageArena:
         """[extent] bool"""
         return self._used[: self.extent]
 
+    def reserve(self, count: int, spare: int = 0) -> None:
+        """Make room for this many pages; where that takes growing, which copies everything, by ``spare`` at least."""
+        missing = count - int((~self._used).sum())
+        if missing > 0:
+            self._resize(_rounded(len(self._used) + max(missing, spare)))
+
     def take(self, count: int) -> Tensor:
         """Numbers of ``count`` free pages, ascending. Their contents are whatever their last user left."""
-        free = (~self._used).nonzero().flatten()
-        if len(free) < count:
-            missing = max(count - len(free), len(self._used))
-            self._resize(_rounded(len(self._used) + missing))
-            free = (~self._used).nonzero().flatten()
-        pages = free[:count]
+        self.reserve(count, len(self._used) // 8)
+        pages = (~self._used).nonzero().flatten()[:count]
         self._used[pages] = True
         self._measure()
         return pages
@@ -54,8 +56,8 @@ class PageArena:
     def give_back(self, pages: Tensor) -> None:
         self._used[pages] = False
         self._measure()
-        if self.extent <= len(self._used) // 4:
-            self._resize(_rounded(len(self._used) // 2) if self.extent else 0)
+        if self.extent < len(self._used) // 2 or not self.extent:
+            self._resize(self.extent)
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ all they need per row; nothing is ever reduced over rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,9 @@ class FamilyPool(ABC):
         self.shape = shape
         self.rows = torch.zeros(0, dtype=torch.int64, device=shape.device)
         """The rows held here, ascending."""
+
+    def expect(self, coming: Sequence[Compressed]) -> None:  # noqa: B027
+        """Make room for these at once; admitting them one by one would copy the pool over and over."""
 
     def admit(self, row: int, compressed: Compressed) -> None:
         """Copy a row's cache in; the prefill may be freed afterwards."""

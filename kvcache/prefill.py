@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kvcache.layout import CacheLayout
+
 Rotary = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 """(growing layer, positions [n]) -> cos, sin [n, d]: the model's own tables, in its dtype, scaling included."""
 
@@ -60,6 +62,7 @@ class Prefill:
     """
 
     layers: list[LayerPrefill]
+    layout: CacheLayout
     tokens: int
     logits: Tensor
     rotary: Rotary

@@ -8,6 +8,7 @@ pages, appends to its last one and asks for another when that is full:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,11 @@ class RaggedPool(FamilyPool):
     def __init__(self, shape: PoolShape) -> None:
         super().__init__(shape)
         self._layers = [_LayerPages(layer, shape) for layer in shape.layers]
+
+    def expect(self, coming: Sequence[Compressed]) -> None:
+        for index, pages in enumerate(self._layers):
+            heads = [head for one in coming if isinstance(one, RaggedCompressed) for head in one.kept[index]]
+            pages.arena.reserve(sum(-(-len(head) // PAGE) for head in heads))
 
     def _store(self, row: int, compressed: Compressed) -> None:
         assert isinstance(compressed, RaggedCompressed)

@@ -60,8 +60,9 @@ class Opened:
         for group in self.grid.groups:
             cells = [cell.spec for cell in group.cells if not cell.impossible]
             description = self.grid.descriptions[group.model.label]
-            shapes = group.context, group.max_new_tokens, self.sweep.protocol.budget_base
-            peak = predict_peak(description, self.sweep.engine, cells, *shapes)
+            prompts = min(group.samples, self.sweep.cluster.samples_per_job)
+            engine, base = self.sweep.engine, self.sweep.protocol.budget_base
+            peak = predict_peak(description, engine, cells, group.context, group.max_new_tokens, prompts, base)
             peaks[group.model.label] = max(peak, peaks.get(group.model.label, 0))
         return peaks
 

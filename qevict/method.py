@@ -111,7 +111,9 @@ class QEvict(Method):
     def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
         from qevict.pool import TieredCompressed
 
-        return TieredCompressed(prefill, examined, budget, self)
+        room = self.capacities(budget, prefill.layout)
+        assert room is not None, "an impossible budget is refused before compression"
+        return TieredCompressed(prefill, examined, budget, room)
 
     def new_pool(self, shape: PoolShape) -> FamilyPool:
         from qevict.pool import TieredPool

@@ -12,8 +12,8 @@ order. Demoting it again clears the flag. Eviction frees the slot, codes include
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from qevict.kernels.code_attention import CodePages, attend_code_pages
 from qevict.routing import EVICTED, FULL, QUANTIZED, UNTOUCHED, assign_tiers, nth_free
 from qevict.slots import FREE, SINK, Where, WindowSlots, slots_per_page
 
-if TYPE_CHECKING:
-    from qevict.method import QEvict
-
 PAGES_AT_ONCE = 64
 """Ledger pages whose keys are dequantised at a time: the workspace, which does not outlive the product."""
 
@@ -44,7 +41,7 @@ class TieredCompressed(Compressed):
 
     scores: Tensor
     budget: ResolvedBudget
-    method: QEvict
+    room: Capacities
 
 
 @dataclass
@@ -101,16 +98,18 @@ class TieredPool(FamilyPool):
 
     # -- a row comes and goes ------------------------------------------------------------------------------------------
 
+    def expect(self, coming: Sequence[Compressed]) -> None:
+        needed = [self._slots_of(one) for one in coming if isinstance(one, TieredCompressed)]
+        self.full.arena.reserve(sum(self.full.pages(full) for full, _ in needed))
+        self.ledger.arena.reserve(sum(self.ledger.pages(codes) for _, codes in needed))
+
     def _store(self, row: int, compressed: Compressed) -> None:
         assert isinstance(compressed, TieredCompressed)
-        prefill, budget = compressed.prefill, compressed.budget
-        room = compressed.method.capacities(budget, self.shape.layout)
-        assert room is not None, "an impossible budget is refused before compression"
-        self._extend_rotary(budget.prompt_tokens + budget.max_new_tokens)
-        full_slots = room.protected_slots + room.full
-        code_slots = room.quantized if room.strict or not room.quantized else room.quantized + room.full
+        prefill = compressed.prefill
+        self._extend_rotary(compressed.budget.prompt_tokens + compressed.budget.max_new_tokens)
+        full_slots, code_slots = self._slots_of(compressed)
         pages = self.full.take(full_slots), self.ledger.take(code_slots)
-        self._held[row] = held = _Row(*pages, full_slots, code_slots, room, prefill.tokens)
+        self._held[row] = held = _Row(*pages, full_slots, code_slots, compressed.room, prefill.tokens)
         self._write_sinks(held, prefill.layers)
         self._first_assignment(row, prefill.layers, compressed.scores)
         if (prefill.tokens - self.sinks) % self.window == 0:
@@ -327,6 +326,13 @@ class TieredPool(FamilyPool):
         self._tail_place[layers, row] = slots % self.full.per_page
 
     # -- the grid of windows, and memory -------------------------------------------------------------------------------
+
+    def _slots_of(self, compressed: TieredCompressed) -> tuple[int, int]:
+        """Full-precision slots and ledger slots of a row. Records of promoted windows count as quantised only where
+        the accounting is strict."""
+        room = compressed.room
+        promoted = 0 if room.strict or not room.quantized else room.full
+        return room.protected_slots + room.full, room.quantized + promoted
 
     @property
     def _sink_slots(self) -> int:

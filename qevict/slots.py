@@ -44,7 +44,10 @@ class WindowSlots:
 
     def take(self, slots: int) -> Tensor:
         """Pages for this many slots, all of them free."""
-        return self.arena.take(-(-slots // self.per_page))
+        return self.arena.take(self.pages(slots))
+
+    def pages(self, slots: int) -> int:
+        return -(-slots // self.per_page)
 
     def give_back(self, pages: Tensor) -> None:
         self.arena["window"][:, pages] = 0

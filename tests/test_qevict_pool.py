@@ -49,7 +49,7 @@ def prompt(tokens: int, seed: int) -> Prefill:
         add_column_sums(sums, queries, keys, 0, SCALE)
         values = tensor(seed + 200 + layer, KV_HEADS, tokens, DIM)
         layers.append(LayerPrefill(keys, values, None, sums, torch.zeros(1, QUERY_HEADS, DIM), SCALE))
-    return Prefill(layers, tokens, torch.zeros(3), rotary, lambda _: pytest.fail("no lookahead here"))
+    return Prefill(layers, LAYOUT, tokens, torch.zeros(3), rotary, lambda _: pytest.fail("no lookahead here"))
 
 
 def admitted(

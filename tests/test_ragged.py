@@ -27,7 +27,7 @@ def prompt(tokens: int) -> Prefill:
         )
         for _ in LAYOUT.layers
     ]
-    return Prefill(layers, tokens, torch.zeros(3), lambda *_: (Tensor(), Tensor()), lambda _: None)  # type: ignore[arg-type,return-value]
+    return Prefill(layers, LAYOUT, tokens, torch.zeros(3), lambda *_: (Tensor(), Tensor()), lambda _: None)  # type: ignore[arg-type,return-value]
 
 
 def masked_attention(query: Tensor, keys: Tensor, values: Tensor, kept: list[list[int]]) -> Tensor:

@@ -24,7 +24,7 @@ def prompt(tokens: int, window: int) -> Prefill:
     queries = torch.randn(4, min(window, tokens), 8, generator=g) * 2
     keys = torch.randn(2, tokens, 8, generator=g) * 2
     layer = LayerPrefill(keys, torch.randn(2, tokens, 8, generator=g), queries, None, Tensor(), 8**-0.5)
-    return Prefill([layer], tokens, torch.zeros(3), lambda *_: (Tensor(), Tensor()), lambda _: None)  # type: ignore[arg-type,return-value]
+    return Prefill([layer], LAYOUT, tokens, torch.zeros(3), lambda *_: (Tensor(), Tensor()), lambda _: None)  # type: ignore[arg-type,return-value]
 
 
 def kept(method: SnapKV | StreamingLLM, prefill: Prefill, budget: str) -> list[list[int]]:

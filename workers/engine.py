@@ -20,17 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcache.method import Method
 from kvcache.pool import FamilyPool, PoolShape
 from kvcache.sliding import SlidingRing
 from workers.fork import Generation, Prompt, PromptForks, Ready
-from workers.job import EngineSpec
+from workers.job import PREFILLED_BYTES, EngineSpec
 from workers.models import LoadedModel
 
 QUESTION_CHUNK = 16
 """Appended tokens fed at once; a row's chunks start at its question, so they never depend on other rows."""
-
-PREFILLED_BYTES = 2**31
-"""Prompts are prefilled ahead of free rows while their caches stay within this; one always is."""
 
 
 @dataclass
@@ -73,8 +71,7 @@ class Engine:
                         yield fork
                     else:
                         ready.append(fork)
-            while ready and not all(self._rows):
-                yield from self._admit(ready.popleft())
+            yield from self._admit_all(ready)
             yield from self._step()
 
     def _enough(self, waiting: Iterator[Prompt]) -> list[Prompt]:
@@ -87,13 +84,25 @@ class Engine:
             held += self.model.layout.full_bytes(len(prompt.ids))
         return prompts
 
+    def _admit_all(self, ready: deque[Ready]) -> Iterator[Generation]:
+        """Fill the free rows. A row whose first token is its last frees itself at once, hence the loop."""
+        while ready and (free := self._rows.count(None)):
+            coming = [ready.popleft() for _ in range(min(free, len(ready)))]
+            for family in {fork.generation.fork.method.family for fork in coming}:
+                same = [fork for fork in coming if fork.generation.fork.method.family == family]
+                self._pool(same[0].generation.fork.method).expect([fork.compressed for fork in same])
+            for fork in coming:
+                yield from self._admit(fork)
+
+    def _pool(self, method: Method) -> FamilyPool:
+        if method.family not in self._pools:
+            self._pools[method.family] = method.new_pool(self._pool_shape())
+        return self._pools[method.family]
+
     def _admit(self, fork: Ready) -> Iterator[Generation]:
         """Give a compressed fork a row. Its first token comes from the prompt's logits, unless a question follows."""
         generation, prefill, number = fork.generation, fork.compressed.prefill, self._rows.index(None)
-        method, prompt = generation.fork.method, generation.prompt
-        if method.family not in self._pools:
-            self._pools[method.family] = method.new_pool(self._pool_shape())
-        pool = self._pools[method.family]
+        pool, prompt = self._pool(generation.fork.method), generation.prompt
         pool.admit(number, fork.compressed)
         for layer, (keys, values) in prefill.sliding.items():
             self._sliding[layer].write(number, keys, values, prefill.tokens)

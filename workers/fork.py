@@ -145,7 +145,9 @@ class PromptForks:
         ]
         sliding = {index: (step.keys[index], step.values[index]) for index in model.layout.sliding}
         logits = output.logits[0, -1].float()
-        return Prefill(layers, tokens, logits, model.rotary, continuations(model), sliding, model.stop_ids)
+        return Prefill(
+            layers, model.layout, tokens, logits, model.rotary, continuations(model), sliding, model.stop_ids
+        )
 
     def _resolve(self, generation: Generation, prefill: Prefill) -> ResolvedBudget:
         prompt, fork = generation.prompt, generation.fork

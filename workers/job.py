@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from tasks.sample import Sample
 
+PREFILLED_BYTES = 2**31
+"""Prompts are prefilled ahead of free rows while their caches stay within this; one always is. Changes no number."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:

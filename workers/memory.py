@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING
 from kvcache.budget import Base, Budget
 from kvcache.method import method_class
 from workers.description import ELEMENT_BYTES, ModelDescription
-from workers.job import CellSpec, EngineSpec
+from workers.job import PREFILLED_BYTES, CellSpec, EngineSpec
 
 if TYPE_CHECKING:
     import torch
 
-PAGE_SLACK = 1.15
-"""Pages are handed out whole and arenas grow by a quarter: what pools hold beyond the rows' tokens, on average."""
+RUNTIME_BYTES = 128 * 2**20
+"""Libraries that come with a model, and what their kernels keep."""
+
+HELD_SLACK = 1.25
+"""Of prompts' caches: freed pieces between them that the allocator has not given back."""
+
+POOL_SLACK = 1.15
+"""Of pools: pages are handed out whole, and arenas grow by an eighth."""
 
 
 class PeakMeter:
@@ -49,21 +55,26 @@ def predict_peak(
     cells: list[CellSpec],
     context: int,
     max_new_tokens: int,
+    prompts: int,
     base: Base = "prompt",
 ) -> int:
-    """Peak bytes while a job with these cells runs: weights, one prompt in prefill, a full decode batch.
+    """Peak bytes while a job with these cells and this many prompts runs: weights, prompts prefilled ahead, a full
+    decode batch. The slack factors were measured on a CPU; a GPU's allocator needs less.
 
-    The batch holds the forks of as many prompts as fit its rows. ``context`` 0 stands for the task's own lengths, which
-    are not known here: half of the model's positions are assumed.
+    ``context`` 0 stands for the task's own lengths, which are not known here: half of the model's positions.
     """
     prompt = (context or description.max_positions // 2) - max_new_tokens
     weights = description.parameters * ELEMENT_BYTES[description.dtype]
     layout = description.layout
     forks = [_fork_bytes(description, cell, prompt, max_new_tokens, base) for cell in cells]
-    rows = sum(forks) * engine.row_width / max(len(forks), 1) if forks else 0
-    rows += layout.sliding_bytes(context or prompt) * engine.row_width
-    prefill = layout.full_bytes(prompt) + layout.sliding_bytes(prompt)
-    return int(weights + prefill + rows * PAGE_SLACK + _workspace(description, engine, prompt))
+    if not forks:
+        return weights + RUNTIME_BYTES
+    one = layout.full_bytes(prompt) + layout.sliding_bytes(prompt)
+    ahead = min(prompts, -(-engine.row_width // len(forks)), PREFILLED_BYTES // one + 1)
+    rows = sum(forks) / len(forks) * min(engine.row_width, prompts * len(forks))
+    rows += layout.sliding_bytes(description.max_positions) * engine.row_width
+    workspace = _workspace(description, engine, prompt)
+    return int(weights + RUNTIME_BYTES + ahead * one * HELD_SLACK + rows * POOL_SLACK + workspace)
 
 
 def _fork_bytes(description: ModelDescription, cell: CellSpec, prompt: int, max_new_tokens: int, base: Base) -> int:

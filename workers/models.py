@@ -67,9 +67,9 @@ def load_model(spec: ModelSpec, device: torch.device | None = None) -> LoadedMod
     place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, spec.dtype)
     _silence()
-    meter = PeakMeter(place)
+    source, meter = _local_source(files, spec.dtype), PeakMeter(place)
     model = AutoModelForCausalLM.from_pretrained(
-        _local_source(files), dtype=dtype, attn_implementation=ATTENTION, **_hub_options(spec)
+        source, dtype=dtype, attn_implementation=ATTENTION, **_hub_options(spec)
     )
     model = model.eval().to(place)
     return prepare(spec, model, load_tokenizer(spec), meter)
@@ -93,25 +93,28 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     from transformers import AutoTokenizer
 
     _silence()
-    return AutoTokenizer.from_pretrained(_local_source(find_files(spec)), **_hub_options(spec))
+    return AutoTokenizer.from_pretrained(_local_source(find_files(spec), spec.dtype), **_hub_options(spec))
 
 
 def _hub_options(spec: ModelSpec) -> dict[str, Any]:
     return {"revision": spec.revision or "main", "trust_remote_code": spec.trust_remote_code}
 
 
-def _local_source(files: ModelFiles) -> str:
+def _local_source(files: ModelFiles, dtype: str) -> str:
     if files.gguf is not None:
-        return _converted(files.gguf)
+        return _converted(files.gguf, dtype)
     return str(files.folder or files.source)
 
 
-def _converted(gguf: Path) -> str:
-    """A GGUF as safetensors, dequantised once: packed weights would make every step some ten times slower."""
+def _converted(gguf: Path, dtype: str) -> str:
+    """A GGUF as safetensors, dequantised once: packed weights would make every step some ten times slower.
+
+    One copy for each dtype, so that loading maps just what it keeps.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     fingerprint = describe(ModelSpec("gguf", str(gguf))).fingerprint
-    target = cache_folder() / "models" / f"{gguf.stem}-{fingerprint}"
+    target = cache_folder() / "models" / f"{gguf.stem}-{fingerprint}-{dtype}"
     if (target / "config.json").is_file():
         return str(target)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
@@ -119,7 +122,7 @@ def _converted(gguf: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(
         **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
-    model.save_pretrained(unfinished)
+    model.to(getattr(torch, dtype)).save_pretrained(unfinished)
     tokenizer = AutoTokenizer.from_pretrained(**where)
     _restore_digit_splitting(tokenizer, gguf)
     tokenizer.save_pretrained(unfinished)
