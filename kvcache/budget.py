@@ -15,6 +15,9 @@ from kvcache.layout import CacheLayout
 
 Base = Literal["prompt", "prompt+max_new"]
 
+MOST_TOKENS = 10**9
+"""Of a budget: more would not fit the integers that results are kept in."""
+
 
 class BudgetError(ValueError):
     """A budget that means nothing, with what would."""
@@ -49,6 +52,10 @@ class Budget:
         if not value.is_finite() or value <= 0:
             raise BudgetError(f"a budget must be above 0, not {text}: {how}")
         if unit == "tokens":
+            if value > MOST_TOKENS:
+                raise BudgetError(
+                    f"a budget has at most {MOST_TOKENS} tokens, not {text}: for all of them, 'unlimited'"
+                )
             if value != value.to_integral_value():
                 raise BudgetError(f"{text!r}: tokens come whole")
             return cls("tokens", value)
@@ -63,11 +70,11 @@ class Budget:
             return f"{int(self.value)} tokens"
         return f"{(self.value * 100).normalize():f}%"
 
-    def resolve(self, prompt_tokens: int, max_new_tokens: int, base: Base, layout: CacheLayout) -> ResolvedBudget:
-        """What the budget allows for one prompt, per growing layer."""
-        base_tokens = prompt_tokens + (max_new_tokens if base == "prompt+max_new" else 0)
+    def resolve(self, prompt_tokens: int, new_tokens: int, base: Base, layout: CacheLayout) -> ResolvedBudget:
+        """What the budget allows for one prompt, per growing layer. See :class:`ResolvedBudget` for ``new_tokens``."""
+        base_tokens = prompt_tokens + (new_tokens if base == "prompt+max_new" else 0)
         tokens = {
-            "unlimited": lambda: prompt_tokens + max_new_tokens,
+            "unlimited": lambda: prompt_tokens + new_tokens,
             "tokens": lambda: int(self.value),
             "share": lambda: floor(self.value * base_tokens),
         }[self.unit]()
@@ -76,21 +83,22 @@ class Budget:
             layer_bytes = tuple(floor(self.value * base_tokens * size) for size in token_bytes)
         else:
             layer_bytes = tuple(tokens * size for size in token_bytes)
-        return ResolvedBudget(self, base, prompt_tokens, max_new_tokens, tokens, layer_bytes)
+        return ResolvedBudget(self, base, prompt_tokens, new_tokens, tokens, layer_bytes)
 
 
 @dataclass(frozen=True)
 class ResolvedBudget:
     """A budget for one prompt.
 
-    ``tokens`` per KV head and ``layer_bytes`` per growing layer, both on the budget's base. Under the base
-    ``prompt+max_new`` the generated tokens must fit too.
+    ``tokens`` per KV head and ``layer_bytes`` per growing layer, both on the budget's base. ``new_tokens`` are the most
+    that may follow what is compressed: an appended question, then the answer. Under the base ``prompt+max_new`` they
+    must fit too.
     """
 
     asked: Budget
     base: Base
     prompt_tokens: int
-    max_new_tokens: int
+    new_tokens: int
     tokens: int
     layer_bytes: tuple[int, ...]
 
@@ -104,11 +112,11 @@ class ResolvedBudget:
 
     @property
     def prompt_budget(self) -> int:
-        """Tokens per KV head that a method may keep at the end of prefill when all generated tokens are added later.
+        """Tokens per KV head that a method may keep at the end of prefill when all new tokens are added later.
 
         Negative or tiny values make a cell impossible; nothing is shrunk silently.
         """
         if self.unlimited:
             return self.prompt_tokens
-        kept = self.tokens - (self.max_new_tokens if self.base == "prompt+max_new" else 0)
+        kept = self.tokens - (self.new_tokens if self.base == "prompt+max_new" else 0)
         return min(kept, self.prompt_tokens)

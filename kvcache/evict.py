@@ -39,7 +39,7 @@ class PromptEvictor(Method):
         needed = min(sum(self.protected_ends), budget.prompt_tokens)
         if budget.prompt_budget >= needed:
             return None
-        reserved = f" after {budget.max_new_tokens} generated ones" if budget.base == "prompt+max_new" else ""
+        reserved = f" after {budget.new_tokens} new ones" if budget.base == "prompt+max_new" else ""
         left = f"{budget.asked} leaves {budget.prompt_budget}{reserved}"
         return f"{self.name} must keep {needed} protected tokens, and {left}"
 

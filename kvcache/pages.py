@@ -17,8 +17,8 @@ GROWTH = 16
 class PageArena:
     """Named tensors with a common page dimension.
 
-    ``arena["keys"]`` is the tensor up to the extent; a page keeps its number while it is used. Space that was never
-    used is zero, so what lies in free slots is finite.
+    ``arena["keys"]`` is the tensor up to the extent; a page keeps its number while it is used. A page that is taken is
+    zero: a slot that is masked out still takes part in a product, and 0 times what a row left there might be NaN.
     """
 
     def __init__(self, dim: int, device: torch.device, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -46,7 +46,7 @@ class PageArena:
             self._resize(_rounded(len(self._used) + max(missing, spare)))
 
     def take(self, count: int) -> Tensor:
-        """Numbers of ``count`` free pages, ascending. Their contents are whatever their last user left."""
+        """Numbers of ``count`` free pages, ascending; their contents are zero."""
         self.reserve(count, len(self._used) // 8)
         pages = (~self._used).nonzero().flatten()[:count]
         self._used[pages] = True
@@ -54,6 +54,8 @@ class PageArena:
         return pages
 
     def give_back(self, pages: Tensor) -> None:
+        for tensor in self._tensors.values():
+            tensor.index_fill_(self._dim, pages, 0)
         self._used[pages] = False
         self._measure()
         if self.extent < len(self._used) // 2 or not self.extent:

@@ -28,6 +28,7 @@ class SlidingRing:
         positions = torch.arange(tokens - keys.shape[1], tokens, device=self.positions.device)
         slots = positions % self.window
         self.positions[row] = -1
+        self.keys[row], self.values[row] = 0, 0  # what another row left might be NaN, and 0 times that is NaN
         self.positions[row, slots] = positions
         self.keys[row][:, slots] = keys
         self.values[row][:, slots] = values

@@ -170,7 +170,12 @@ class Driver:
             samples=tuple(samples),
             cells=tuple(cell.spec for cell in group.cells if cell.cell_id in needed),
             pending=pending,
-            coordinates={"task": group.task.name, "context": group.context, "data_seed": group.data_seed},
+            coordinates={
+                "task": group.task.name,
+                "context": group.context,
+                "data_seed": group.data_seed,
+                "sample_limit": self._plan.limit or 0,
+            },
         )
 
     def _release(self) -> None:
@@ -283,7 +288,7 @@ class Driver:
     def _close(self, work: Work, error: str) -> None:
         if work.missing:
             samples = self._feed.samples(work.group, sorted(work.missing))
-            self._take_in(work, failed_rows(self._plan.sweep, work, samples, error))
+            self._take_in(work, failed_rows(self._plan, work, samples, error))
         self._agenda.finished(work)
         if not self._agenda.is_open(work.group):
             self._feed.forget(work.group)
@@ -291,8 +296,10 @@ class Driver:
     def _raised(self, slot: Slot, error: str) -> None:
         """An exception in the actor's code; the process lives on, but a job's may have left it in a bad state."""
         if slot.phase == "running":
-            self._job_ended(slot, error)
+            work, slot.work = slot.work, None
+            assert work is not None
             self._dismiss(slot)
+            self._work_lost(work, error, free=False)
         elif slot.phase == "loading":
             self._load_failed(slot, error)
             slot.model = None
@@ -327,9 +334,9 @@ class Driver:
             self._progress.say(f"a node was lost: {len(work.missing)} samples of {work.group} run again")
             self._agenda.lost(work)
         else:
-            self._progress.say(f"an actor died on {work.group}: {error}")
+            self._progress.say(f"an actor failed on {work.group}: {error}")
             if self._agenda.crashed(work):
-                self._close(work, f"the process died twice on this sample alone: {error}")
+                self._close(work, f"it failed twice on this sample alone: {error}")
 
     def _dismiss(self, slot: Slot) -> None:
         ray.kill(slot.actor)

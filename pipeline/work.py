@@ -3,7 +3,7 @@
 loss of a node, pre-emption   costs nothing: the work goes back to the front of the queue
 a crash of the process        costs one of two tries; after the second, the work is split in halves
 two crashes of a lone sample  make it poison: a failed row for each cell it was missing in
-an exception of a whole job   fails what is left of it (a sample's own exception comes back as a failed row)
+an exception of a whole job   counts as a crash (a sample's own exception comes back as a failed row, and is final)
 a model that does not load    is tried twice, then its cells are left out; they run when the sweep is run again
 failures in a row             stop the sweep when there are ``max_failures`` with no success between them
 """

@@ -78,7 +78,7 @@ def capacities(
     sink_slots = -(-sinks // window)
     recent_most = recent + 2 * window - 1
     protected_slots = sink_slots + -(-recent_most // window)
-    windows = -(-(budget.prompt_tokens + budget.max_new_tokens) // window)
+    windows = -(-(budget.prompt_tokens + budget.new_tokens) // window)
     if budget.unlimited and share == 0:
         return Capacities(windows, 0, protected_slots, strict)
     size = window_bytes(window, bits, layer, element_bytes)

@@ -50,6 +50,8 @@ class QEvict(Method):
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0 or self.recent < 1:
             raise ValueError("window and recent must be at least 1, sinks at least 0")
+        if self.window > 255:
+            raise ValueError(f"a window has at most 255 tokens, not {self.window}")
         if not 0 <= self.quantized_share <= 1:
             raise ValueError(f"quantized_share is between 0 and 1, not {self.quantized_share}")
         if self.bits not in (2, 4):
@@ -67,8 +69,8 @@ class QEvict(Method):
         return Observations(column_sums=True)
 
     def impossible(self, budget: ResolvedBudget, layout: CacheLayout) -> str | None:
-        if budget.prompt_tokens < self.sinks:
-            return f"qevict needs a prompt of at least its {self.sinks} sinks, not {budget.prompt_tokens} tokens"
+        if budget.prompt_tokens <= self.sinks:
+            return f"qevict needs a prompt longer than its {self.sinks} sinks, not {budget.prompt_tokens} tokens"
         if len({layout.layers[index] for index in layout.growing}) > 1:
             return "qevict needs growing layers of one shape"
         if self.capacities(budget, layout) is None:

@@ -106,7 +106,7 @@ class TieredPool(FamilyPool):
     def _store(self, row: int, compressed: Compressed) -> None:
         assert isinstance(compressed, TieredCompressed)
         prefill = compressed.prefill
-        self._extend_rotary(compressed.budget.prompt_tokens + compressed.budget.max_new_tokens)
+        self._extend_rotary(compressed.budget.prompt_tokens + compressed.budget.new_tokens)
         full_slots, code_slots = self._slots_of(compressed)
         pages = self.full.take(full_slots), self.ledger.take(code_slots)
         self._held[row] = held = _Row(*pages, full_slots, code_slots, compressed.room, prefill.tokens)
@@ -118,7 +118,6 @@ class TieredPool(FamilyPool):
 
     def _free(self, row: int) -> None:
         held = self._held.pop(row)
-        self.full["fill"][:, held.full_pages] = 0
         self.full.give_back(held.full_pages)
         self.ledger.give_back(held.code_pages)
         self._arrange()

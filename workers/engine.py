@@ -66,11 +66,7 @@ class Engine:
             if not exhausted and not ready and not all(self._rows):
                 next_prompts = self._enough(waiting)
                 exhausted = not next_prompts
-                for fork in self._forks.fork(next_prompts):
-                    if isinstance(fork, Generation):
-                        yield fork
-                    else:
-                        ready.append(fork)
+                yield from self._fork(next_prompts, ready)
             yield from self._admit_all(ready)
             yield from self._step()
 
@@ -83,6 +79,15 @@ class Engine:
             free -= len(prompt.forks)
             held += self.model.layout.full_bytes(len(prompt.ids))
         return prompts
+
+    def _fork(self, prompts: list[Prompt], ready: deque[Ready]) -> Iterator[Generation]:
+        """Compress all forks; what failed is finished. A function of its own, so that no name outlives the admission
+        of a fork: it would keep a whole prefill."""
+        for fork in self._forks.fork(prompts):
+            if isinstance(fork, Generation):
+                yield fork
+            else:
+                ready.append(fork)
 
     def _admit_all(self, ready: deque[Ready]) -> Iterator[Generation]:
         """Fill the free rows. A row whose first token is its last frees itself at once, hence the loop."""
@@ -109,7 +114,9 @@ class Engine:
         generation.at_prefill = pool.memory(number)
         self._rows[number] = row = _Row(generation, pool, deque(prompt.appended), prefill.tokens, time.perf_counter())
         if not row.pending:
-            yield from self._speak(number, int(prefill.logits.argmax()))
+            logits = prefill.logits.clone()
+            self._suppress_stops(row, logits)
+            yield from self._speak(number, int(logits.argmax()))
 
     def _step(self) -> Iterator[Generation]:
         """One forward pass of the batch: a chunk of questions if any row has one to read, else one token per row."""
@@ -132,6 +139,8 @@ class Engine:
             row.generation.batch_rows = max(row.generation.batch_rows, len(active))
         logits = self._forward(tokens, positions, counts)
         if not reading:
+            for number in active:
+                self._suppress_stops(self._row(number), logits[number])
             for number, token in zip(active, logits.argmax(-1)[active].tolist(), strict=True):
                 yield from self._speak(number, token)
 
@@ -157,12 +166,22 @@ class Engine:
             yield self._finish(number, "stop")
             return
         generation.tokens.append(token)
-        if prompt.stop and any(text in self.model.tokenizer.decode(generation.tokens) for text in prompt.stop):
+        if generation.stopped(self.model.tokenizer):
             yield self._finish(number, "stop")
         elif len(generation.tokens) == prompt.max_new_tokens:
             yield self._finish(number, "length")
         else:
             row.pending.append(token)
+
+    def _suppress_stops(self, row: _Row, logits: Tensor) -> None:
+        """Before ``min_new_tokens``: no stop id, no token that is a stop text by itself. ``logits`` [V], in place."""
+        prompt = row.generation.prompt
+        if len(row.generation.tokens) < prompt.min_new_tokens:
+            logits[list(self.model.stop_ids)] = -torch.inf
+            for text in prompt.stop:
+                last = self.model.tokenizer(text, add_special_tokens=False)["input_ids"][-1]
+                if self.model.tokenizer.decode([last]) == text:
+                    logits[last] = -torch.inf
 
     def _finish(self, number: int, reason: str) -> Generation:
         row = self._row(number)

@@ -20,6 +20,9 @@ from workers.attention import PrefillStep
 from workers.continuation import continuations
 from workers.models import LoadedModel
 
+FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What code may raise on one sample. It costs that sample's rows and no others."""
+
 
 @dataclass(frozen=True)
 class Fork:
@@ -33,7 +36,10 @@ class Fork:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to compress, ids that follow uncompressed, and what is to be generated for each fork."""
+    """Token ids to compress, ids that follow uncompressed, and what is to be generated for each fork.
+
+    Nothing ends the first ``min_new_tokens``: neither the model's stop ids nor a text of ``stop``.
+    """
 
     key: Any
     ids: list[int]
@@ -41,6 +47,7 @@ class Prompt:
     max_new_tokens: int
     forks: list[Fork]
     stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0
     base: Base = "prompt"
 
 
@@ -65,6 +72,23 @@ class Generation:
     compress_s: float = 0.0
     decode_s: float = 0.0
     batch_rows: int = 0
+
+    def stopped(self, tokenizer: Any) -> bool:
+        """Whether a stop text has been generated."""
+        if not self.prompt.stop:
+            return False
+        return self._stop_at(tokenizer.decode(self.tokens, skip_special_tokens=True), tokenizer) >= 0
+
+    def text(self, tokenizer: Any) -> str:
+        """What was generated, cut off before the first stop text."""
+        text: str = tokenizer.decode(self.tokens, skip_special_tokens=True)
+        end = self._stop_at(text, tokenizer)
+        return text if end < 0 else text[:end]
+
+    def _stop_at(self, text: str, tokenizer: Any) -> int:
+        spared = len(tokenizer.decode(self.tokens[: self.prompt.min_new_tokens], skip_special_tokens=True))
+        ends = [text.find(stop, spared) for stop in self.prompt.stop]
+        return min((end for end in ends if end >= 0), default=-1)
 
 
 @dataclass
@@ -98,7 +122,7 @@ class PromptForks:
             generations = [Generation(prompt, fork) for fork in prompt.forks]
             try:
                 prefill = self.prefill(prompt)
-            except (RuntimeError, ValueError) as error:
+            except FAULTS as error:
                 yield from (failed(generation, error) for generation in generations)
                 continue
             for generation in generations:
@@ -151,7 +175,8 @@ class PromptForks:
 
     def _resolve(self, generation: Generation, prefill: Prefill) -> ResolvedBudget:
         prompt, fork = generation.prompt, generation.fork
-        budget = fork.budget.resolve(prefill.tokens, prompt.max_new_tokens, prompt.base, self._model.layout)
+        new_tokens = len(prompt.appended) + prompt.max_new_tokens
+        budget = fork.budget.resolve(prefill.tokens, new_tokens, prompt.base, self._model.layout)
         if reason := fork.method.impossible(budget, self._model.layout):
             raise ValueError(reason)
         return budget
@@ -162,7 +187,7 @@ class PromptForks:
         began = time.perf_counter()
         try:
             examined = method.examine(list(subjects.values()), [seed for _, seed in subjects])
-        except (RuntimeError, ValueError) as error:
+        except FAULTS as error:
             if len(subjects) == 1:
                 yield from (failed(one.generation, error) for one in opened)
             else:  # one of the prompts is to blame: each by itself
@@ -176,7 +201,7 @@ class PromptForks:
             assert budget is not None
             try:
                 compressed = method.compress(one.prefill, budget, findings[_subject(one)])
-            except (RuntimeError, ValueError) as error:
+            except FAULTS as error:
                 yield failed(one.generation, error)
             else:
                 one.generation.compress_s = examine_s + self._model.elapsed(began)

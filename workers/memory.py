@@ -63,7 +63,7 @@ def predict_peak(
 
     ``context`` 0 stands for the task's own lengths, which are not known here: half of the model's positions.
     """
-    prompt = (context or description.max_positions // 2) - max_new_tokens
+    prompt = max(1, (context or description.max_positions // 2) - max_new_tokens)
     weights = description.parameters * ELEMENT_BYTES[description.dtype]
     layout = description.layout
     forks = [_fork_bytes(description, cell, prompt, max_new_tokens, base) for cell in cells]

@@ -26,6 +26,10 @@ class StreamingLLM(PromptEvictor):
 
     sinks: int = 4
 
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"sinks must be at least 0, not {self.sinks}")
+
     @property
     def protected_ends(self) -> tuple[int, int]:
         return self.sinks, 1

@@ -1,0 +1,65 @@
+"""Bytes really held never exceed the budget: random models, lengths, questions and budgets, through the engine."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import prompt_ids, tiny_llama
+
+from kvcache.baselines.snapkv import SnapKV
+from kvcache.baselines.streaming_llm import StreamingLLM
+from kvcache.budget import Base, Budget
+from lorekv.method import LoreKV
+from qevict.method import QEvict
+from workers.engine import Engine
+from workers.fork import Fork, Prompt
+from workers.job import EngineSpec
+from workers.models import LoadedModel
+
+NEW = 12
+METHODS = (
+    StreamingLLM(),
+    SnapKV(window=8),
+    LoreKV(window=8, particles=2, tokens=3),
+    QEvict(recent=8),
+    QEvict(recent=8, quantized_share=0.0, sinks=0),
+    QEvict(recent=11, window=4, bits=4, quantized_share=1.0),
+)
+SHAPES = ((4, 4, 8), (6, 2, 16), (8, 1, 32), (6, 3, 64))
+
+
+@lru_cache(maxsize=2)
+def model(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> LoadedModel:
+    return tiny_llama(dtype, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(SHAPES),
+    st.sampled_from((torch.float32, torch.bfloat16)),
+    st.lists(st.integers(30, 300), min_size=1, max_size=3, unique=True),
+    st.sampled_from((0, 1, 9, 60)),
+    st.sampled_from(("prompt", "prompt+max_new")),
+    st.one_of(st.integers(15, 100).map("{}%".format), st.integers(60, 300).map("{} tokens".format)),
+)
+def test_bytes_held_never_exceed_the_budget(
+    shape: tuple[int, int, int], dtype: torch.dtype, lengths: list[int], question: int, base: Base, budget: str
+) -> None:
+    forks = [Fork(method, method, Budget.parse(budget), "0") for method in METHODS]
+    prompts = [
+        Prompt(length, prompt_ids(length), prompt_ids(question) if question else [], NEW, forks, base=base)
+        for length in lengths
+    ]
+    finished = list(Engine(model(*shape, dtype), EngineSpec(6, 64)).run(prompts))
+    assert len(finished) == len(prompts) * len(METHODS)
+    for generation in finished:
+        if generation.error:
+            assert "must" in generation.error, "only a budget below what must be kept may fail"
+            continue
+        assert generation.budget is not None
+        bounded = base == "prompt+max_new" or generation.fork.method.bounded
+        held = max(generation.peak_held, generation.at_end.held) if bounded else generation.at_prefill.held
+        assert held <= generation.budget.total_bytes
