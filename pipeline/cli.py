@@ -23,6 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+data = typer.Typer(help="Data sets: list, fetch, check.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data, name="data")
+
 File = Annotated[Path, typer.Argument(help="The sweep file.", metavar="FILE")]
 OutputArgument = Annotated[str, typer.Argument(help="A sweep's output: a folder or URI.", metavar="OUT")]
 OutputOption = Annotated[str | None, typer.Option("--output", help="A folder or URI in place of the file's output.")]
@@ -122,24 +125,41 @@ def methods(debug: Debug = False) -> None:
 
 @app.command()
 def tasks(debug: Debug = False) -> None:
-    """List the tasks."""
+    """List the tasks and the groups of them."""
     from pipeline import show
 
     show.show_tasks()
 
 
-@app.command()
-def data(data_dir: DataDir = None, debug: Debug = False) -> None:
-    """Say where each task's samples come from."""
-    from pipeline import show
-    from pipeline.errors import SweepProblem
-    from tasks.sources import DataError, DataSources
+@data.command("list")
+def data_list(data_dir: DataDir = None, debug: Debug = False) -> None:
+    """List the data sets: what each is for, its licence, where it comes from, where it is now."""
+    from pipeline import data as commands
 
-    try:
-        sources = DataSources(data_dir)
-    except DataError as error:
-        raise SweepProblem(f"--data-dir: {error}") from None
-    show.show_data(sources)
+    commands.list_sets(data_dir)
+
+
+@data.command("fetch")
+def data_fetch(
+    names: Annotated[list[str] | None, typer.Argument(help="Data sets, tasks or groups; all sets without.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Fetch data sets from their pinned sources into the cache, verified."""
+    from pipeline import data as commands
+
+    commands.fetch(names or [])
+
+
+@data.command("check")
+def data_check(
+    file: Annotated[Path | None, typer.Argument(help="A sweep file; without one, all tasks that have data.")] = None,
+    data_dir: DataDir = None,
+    debug: Debug = False,
+) -> None:
+    """Check a sweep's data, record by record and against checksums. Exit code 2 where they are bad."""
+    from pipeline import data as commands
+
+    commands.check(file, data_dir)
 
 
 @app.command()
@@ -154,6 +174,7 @@ def doctor(debug: Debug = False) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. A problem is told in one message, without a traceback unless ``--debug``."""
     from pipeline.errors import SweepProblem
+    from tasks.task import TaskError
 
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words
@@ -174,6 +195,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(problem, file=sys.stderr)
         return problem.exit_code
+    except TaskError as problem:  # a task that another package registers, and that cannot be used
+        if debug:
+            raise
+        print(problem, file=sys.stderr)
+        return SweepProblem.exit_code
     return 0
 
 

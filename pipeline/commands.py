@@ -31,6 +31,7 @@ def run(file: Path, options: RunOptions, failures_ok: bool) -> int:
 
     def planned() -> None:
         nonlocal tracker
+        show.show_data(opened.grid.data)
         tracker = _tracker(opened.store, opened.sweep.mlflow.tracking_uri if opened.sweep.mlflow.enabled else OFF)
 
     finished = run_sweep(opened, options, on_plan=planned, on_progress=progress)

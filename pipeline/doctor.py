@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.table import Table
@@ -31,15 +30,9 @@ def examine() -> Table:
             table.add_row(f"GPU {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB")
     else:
         table.add_row("GPU", "none that torch can use")
-    table.add_row("attention of prefill", _attention(torch.cuda.is_available()))
+    table.add_row("attention of prefill", "torch SDPA")
     table.add_row("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", "not set: a local Ray is started"))
     return table
-
-
-def _attention(gpu: bool) -> str:
-    if gpu and find_spec("flash_attn") is not None:
-        return "FlashAttention"
-    return "torch SDPA" + (" (flash-attn is not installed)" if gpu else "")
 
 
 def _cpu_flags() -> list[str]:

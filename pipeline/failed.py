@@ -6,15 +6,15 @@ import json
 import time
 from collections.abc import Iterable
 
-from pipeline.spec import SweepFile
+from pipeline.plan import Plan
 from pipeline.work import Work
 from tasks.sample import Sample
 from workers.row import Row
 
 
-def failed_rows(sweep: SweepFile, work: Work, samples: Iterable[Sample], error: str) -> list[Row]:
+def failed_rows(plan: Plan, work: Work, samples: Iterable[Sample], error: str) -> list[Row]:
     """A failed row for every pair that ``work`` still misses. ``samples``: those with missing pairs."""
-    group, protocol = work.group, sweep.protocol
+    group, sweep, protocol = work.group, plan.sweep, plan.sweep.protocol
     cells = {cell.cell_id: cell.spec for cell in group.cells}
     return [
         Row(
@@ -41,6 +41,7 @@ def failed_rows(sweep: SweepFile, work: Work, samples: Iterable[Sample], error: 
             references=list(sample.references),
             metric=sample.metric,
             sample_index=sample.index,
+            sample_limit=plan.limit or 0,
             sample_meta=json.dumps(sample.meta, sort_keys=True),
             finished_at=time.time(),
         )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from pipeline.cluster import error_text, on_this_node
+from pipeline.errors import SweepProblem
 from pipeline.plan import Group, Plan, limited
 from tasks.sample import Sample
+from tasks.sources import DataSources
 from workers.samples import SampleRequest
 
 MakeSamples = Callable[[SampleRequest], list[Sample]]
@@ -19,11 +20,11 @@ AT_ONCE = max(1, (os.cpu_count() or 1) // 4)
 
 
 class SampleFeed:
-    """The data folder is on the driver's node, and making long prompts takes long: a task of its own per group."""
+    """The data are on the driver's node, and making long prompts takes long: a task of its own per group."""
 
-    def __init__(self, plan: Plan, data_dir: Path | None, make_samples: MakeSamples) -> None:
+    def __init__(self, plan: Plan, sources: DataSources, make_samples: MakeSamples) -> None:
         self._plan = plan
-        self._data_dir = data_dir
+        self._sources = sources
         self._make = ray.remote(make_samples).options(
             num_cpus=0, max_retries=1, scheduling_strategy=on_this_node(), name="samples"
         )
@@ -64,6 +65,19 @@ class SampleFeed:
         self._ready[group.key] = samples
         return group, ""
 
+    def make_own_lengths(self, groups: Iterable[Group]) -> None:
+        """Make the samples of tasks with lengths of their own before anything expensive: only their texts tell
+        whether a record is too long for the model. Raises :class:`SweepProblem` for one that is."""
+        waiting = [group for group in groups if not group.context]
+        while waiting or self._running:
+            self.start(waiting)
+            ready, _ = ray.wait(self.references, num_returns=1)
+            group, problem = self.collect(ready[0])
+            if problem:
+                raise SweepProblem(f"{group}: {problem}")
+            self.forget(group)
+            waiting.remove(group)
+
     def forget(self, group: Group) -> None:
         self._ready.pop(group.key, None)
 
@@ -76,5 +90,6 @@ class SampleFeed:
             group.context,
             group.data_seed,
             limited(group.samples, self._plan.limit),
-            self._data_dir,
+            self._sources.data_dir,
+            self._sources.cache_dir,
         )

@@ -24,13 +24,12 @@ def protocol_words(condition: Condition) -> str:
         "compressed": "the question is compressed with the prompt",
         "appended": "the question is appended after compression",
     }.get(condition.question, f"question {condition.question}")
-    growth = {"grow": "generated tokens are added to it", "bounded": "generated tokens count against it"}
-    words = (
-        question,
-        f"budgets are shares of the {condition.budget_base.replace('+', ' + ')}",
-        growth.get(condition.growth, f"growth {condition.growth}"),
-        f"chat template {condition.chat_template}",
-    )
+    budget = {
+        "prompt": "a budget is for what the prompt leaves: generated tokens come on top of it, except in methods that "
+        "bound their whole cache",
+        "prompt+max_new": "a budget is for prompt and generated tokens together",
+    }.get(condition.budget_base, f"budget base {condition.budget_base}")
+    words = (question, budget, f"chat template {condition.chat_template}")
     return f"Protocol: {'; '.join(words)}."
 
 

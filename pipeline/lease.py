@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import SweepProblem
+from pipeline.store import reached
 
 if TYPE_CHECKING:
     from pipeline.store import Folder
@@ -43,11 +44,12 @@ class Lease:
         self._renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        holder = self._read()
-        if holder is not None and not _left_behind(holder):
-            raise LeaseHeld(_who(self._folder.uri, holder))
-        self._write()
-        holder = self._read()
+        with reached(self._folder, "write"):
+            holder = self._read()
+            if holder is not None and not _left_behind(holder):
+                raise LeaseHeld(_who(self._folder.uri, holder))
+            self._write()
+            holder = self._read()
         # Of two drivers that start in the same instant, the one that wrote last goes on.
         if holder is None or holder["token"] != self._token:
             raise LeaseHeld(_who(self._folder.uri, holder or {}))

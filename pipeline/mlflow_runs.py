@@ -72,7 +72,7 @@ class SweepRuns:
         moment = int(1000 * report.provenance.last) or _now()
         done = {"cells_done": summary.cells_done, "rows_done": summary.rows, "rows_failed": summary.rows_failed}
         macros = _changed(self._parent, macro_metrics(summary), moment, prefixes=("macro",))
-        self._batch(self._parent, _points(done, summary.rows, moment) + macros)
+        self._batch(self._parent, _points(done, summary.rows, moment) + macros, tags={"partial": _yes(summary.partial)})
         children = {run.data.tags[CHILD]: run for run in self._find(f"tags.`{KIND}` = 'configuration'")}
         for result in summary.results:
             if result.scored + result.failed:
@@ -124,7 +124,8 @@ class SweepRuns:
             tags = {KIND: "configuration", CHILD: child_key(result), "mlflow.parentRunId": self.parent_id}
             run = self._create(full_name(result), tags, moment)
         error = next(iter(result.errors), "")
-        tags = {"complete": result.macro.coverage, **({"error_type": error} if error else {})}
+        tags = {"complete": result.macro.coverage, "partial": _yes(result.partial)}
+        tags |= {"error_type": error} if error else {}
         if not error and "error_type" in run.data.tags:
             self._client.delete_tag(run.info.run_id, "error_type")
         lines = _changed(run, child_metrics(result), moment, prefixes=CHILD_METRICS)
@@ -202,6 +203,10 @@ def submission_id() -> str:
     except json.JSONDecodeError:
         return ""
     return str(config.get("metadata", {}).get("job_submission_id", ""))
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"
 
 
 def _points(metrics: Mapping[str, float], step: int, moment: int) -> list[Metric]:

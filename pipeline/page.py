@@ -9,8 +9,18 @@ from html import escape
 from typing import Any
 
 from pipeline import plots, render
-from pipeline.appendix import cost_table, data_table, failures_table, impossible_table, settings_table
-from pipeline.figures import counted, name
+from pipeline.appendix import (
+    bins_table,
+    cost_table,
+    data_table,
+    details_tables,
+    failures_table,
+    impossible_table,
+    settings_table,
+)
+from pipeline.breakdown import View, grids
+from pipeline.figures import counted, name, protocol_words
+from pipeline.heatmaps import heat_map
 from pipeline.page_style import STYLE
 from pipeline.provenance import Failure, Provenance
 from pipeline.results import Board, Summary
@@ -37,15 +47,17 @@ def page(
     source: Provenance,
     flags: Sequence[Flag],
     failures: Sequence[Failure],
+    views: Sequence[View],
 ) -> str:
     """The page. Everything that comes from rows, settings or files is escaped where it enters."""
     drawn = plots.looks(
         dict.fromkeys(result.label for result in summary.results if not result.configuration.is_baseline)
     )
     sections = [
-        ("read-first", "Read this first", _flags(flags)),
+        ("read-first", "Read this first", _flags(flags, summary)),
         ("overview", "Macro-averages", "".join(_overview(summary, drawn))),
         ("results", "Results", "".join(_results(summary.boards, drawn))),
+        ("tasks", "Inside the tasks", "".join(_inside(summary.boards, views))),
         ("cost", "Cost", "".join(_costs(summary.boards))),
         ("failures", "Failures", _optional(failures_table(failures), "texts")),
         ("impossible", "Cells that cannot run", _optional(impossible_table(summary), "texts")),
@@ -87,7 +99,9 @@ def _facts(sweep: Mapping[str, Any], status: str, summary: Summary, source: Prov
     return f"<dl class='facts'>{items}</dl>"
 
 
-def _flags(flags: Sequence[Flag]) -> str:
+def _flags(flags: Sequence[Flag], summary: Summary) -> str:
+    if not any(result.scored for result in summary.results):
+        return "<p class='fine'>No rows yet.</p>"
     if not flags:
         return "<p class='fine'>No warnings: the baseline works, every method evicts, nothing is over its budget.</p>"
     items = "".join(f"<li class='{flag.level}'><b>{escape(flag.title)}.</b> {escape(flag.text)}</li>" for flag in flags)
@@ -122,6 +136,22 @@ def _results(boards: Iterable[Board], drawn: Mapping[str, plots.Look]) -> Iterat
             )
 
 
+def _inside(boards: Iterable[Board], views: Sequence[View]) -> Iterator[str]:
+    """Tasks taken apart: needle grids over all lengths, then, board by board, length bins and further metrics."""
+    for grid in grids(views):
+        model = escape(grid.condition.model)
+        yield (
+            f"<h3>{escape(grid.task)}, depth by length: {model}</h3>"
+            f"<p class='caption'>{escape(protocol_words(grid.condition))} A place holds the mean score of its samples; "
+            "brighter is higher. Framed: nothing yet, or an incomplete task, which has no mean. Hover for the number "
+            f"of samples.</p><figure>{heat_map(grid)}</figure>"
+        )
+    for board in boards:
+        bins = bins_table(board, views)
+        for table in (*([bins] if bins else []), *details_tables(board, views)):
+            yield f"<h3>{escape(table.title)}</h3>{render.html(table)}"
+
+
 def _costs(boards: Iterable[Board]) -> Iterator[str]:
     for board in boards:
         for timing in ("isolated", "shared"):
@@ -137,9 +167,14 @@ def _optional(table: Any, css: str) -> str:
 def _provenance(sweep: Mapping[str, Any], source: Provenance) -> str:
     held = {key: ", ".join(values) for key, values in source.versions.items()}
     own = {str(key): str(value) for key, value in sweep.get("versions", {}).items()}
+    data = {
+        f"data: {path}": f"{one['from']}, {one['path']}, sha256 {one['sha256']}"
+        for path, one in sweep.get("data", {}).get("files", {}).items()
+    }
     facts = {
         **{key.replace("_", " "): counted(counts) for key, counts in source.counts.items()},
         **{f"version of {key}": value for key, value in {**own, **held}.items()},
+        **data,
     }
     rows = "".join(f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in facts.items())
     protocol = escape(json.dumps(sweep.get("protocol", {}), indent=1))

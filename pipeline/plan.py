@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from kvcache.budget import Budget
 from kvcache.method import Method
 from pipeline.spec import MethodEntry, SpecError, SweepFile, TaskEntry
 from pipeline.store import final_samples
+from tasks.prompt import uses_chat
 from tasks.registry import get_task
 from tasks.sources import DataSources
 from tasks.task import Task, TaskError
@@ -105,6 +106,8 @@ class Grid:
     sweep: SweepFile
     descriptions: dict[str, ModelDescription]
     groups: tuple[Group, ...]
+    data: dict[str, Any] = field(default_factory=dict)
+    """Where the tasks' files were found: :meth:`tasks.sources.DataSources.resolution`."""
 
     @property
     def cells(self) -> list[Cell]:
@@ -116,6 +119,7 @@ class Grid:
             "name": self.sweep.name,
             "protocol": asdict(self.sweep.protocol),
             "engine": asdict(self.sweep.engine),
+            "data": self.data,
             "models": {
                 model.label: asdict(model) | {"fingerprint": self.descriptions[model.label].fingerprint}
                 for model in self.sweep.models
@@ -137,6 +141,11 @@ class Plan:
     @property
     def sweep(self) -> SweepFile:
         return self.grid.sweep
+
+    def manifest(self) -> dict[str, Any]:
+        """The grid's, with the limit of this run, and what it asks of each cell."""
+        cells = [{**cell.facts(), "asked": self.asked(cell)} for cell in self.grid.cells]
+        return {**self.grid.manifest(), "limit": self.limit, "cells": cells}
 
     def asked(self, cell: Cell) -> int:
         """Samples of this cell that this run is to have."""
@@ -160,8 +169,9 @@ def expand(sweep: SweepFile, file: Path, sources: DataSources) -> Grid:
     """All groups and cells of a sweep. Raises :class:`SpecError` where a model or a task's files are missing."""
     descriptions = _describe_models(sweep, file)
     _check_tasks(sweep, file, sources)
+    _check_chat_templates(sweep, file, descriptions)
     groups = [group for model in sweep.models for group in _groups(sweep, model, descriptions[model.label], sources)]
-    grid = Grid(sweep, descriptions, tuple(groups))
+    grid = Grid(sweep, descriptions, tuple(groups), _resolution(sources, file))
     _refuse_twins(grid.cells, file)
     return grid
 
@@ -226,17 +236,43 @@ def _describe_models(sweep: SweepFile, file: Path) -> dict[str, ModelDescription
     return descriptions
 
 
+def _resolution(sources: DataSources, file: Path) -> dict[str, Any]:
+    try:
+        return sources.resolution()
+    except TaskError as error:
+        raise SpecError(file, [("", str(error))]) from None
+
+
 def _check_tasks(sweep: SweepFile, file: Path, sources: DataSources) -> None:
     problems = []
-    for index, entry in enumerate(sweep.tasks):
+    for entry in sweep.tasks:
         task = get_task(entry.name, entry.settings)
         try:
             for context in _contexts(sweep, entry, task):
                 task.check(sources, context or None)
         except TaskError as error:
-            problems.append((f"tasks[{index}]", f"{entry.name}: {error}"))
+            problems.append((f"tasks[{entry.place}]", f"{entry.name}: {error}"))
     if problems:
         raise SpecError(file, problems)
+
+
+def _check_chat_templates(sweep: SweepFile, file: Path, descriptions: dict[str, ModelDescription]) -> None:
+    chats = [entry.name for entry in sweep.tasks if _uses_chat(sweep, entry)]
+    problems = [
+        (
+            f"models[{index}]",
+            f"the tokenizer of {model.label} has no chat template, and {', '.join(chats)} put prompts into one: use an "
+            "instruction-tuned model, or set protocol.chat_template: never",
+        )
+        for index, model in enumerate(sweep.models)
+        if chats and descriptions[model.label].chat_template is False
+    ]
+    if problems:
+        raise SpecError(file, problems)
+
+
+def _uses_chat(sweep: SweepFile, entry: TaskEntry) -> bool:
+    return uses_chat(get_task(entry.name, entry.settings).chat, sweep.protocol.chat_template)
 
 
 def _refuse_twins(cells: list[Cell], file: Path) -> None:
@@ -263,6 +299,7 @@ def _groups(sweep: SweepFile, model: ModelSpec, description: ModelDescription, s
     A seed changes a task's samples where the task is seeded, and a method's choices where it is stochastic; where it
     changes neither, there is one cell for all seeds.
     """
+    model = replace(model, revision=description.revision or model.revision)  # what is loaded is what was hashed
     for entry in sweep.tasks:
         task = get_task(entry.name, entry.settings)
         recipe = task.recipe(sources)
@@ -319,7 +356,7 @@ def _in_order(
     everything. Tasks with lengths of their own come last.
     """
     for model in sweep.models:
-        own = [group for group in groups if group.model == model]
+        own = [group for group in groups if group.model.label == model.label]
         for context in sorted({group.context for group in own}, reverse=True):
             shards = [
                 list(_shards(group, finished, limited(group.samples, limit), sweep.cluster.samples_per_job))

@@ -101,7 +101,7 @@ def quality_against_memory(board: Board, drawn: Mapping[str, Look]) -> str | Non
         axes.set_ylabel("Macro score")
         _curves(axes, tips, board, drawn, lambda result: (result.macro.value, result.macro.interval), bars=True)
 
-    return _svg(draw, (9.0, 4.4), f"Macro score against measured KV share: {board.condition.model}")
+    return svg(draw, (9.0, 4.4), f"Macro score against measured KV share: {board.condition.model}")
 
 
 def task_curves(board: Board, drawn: Mapping[str, Look]) -> str | None:
@@ -124,7 +124,7 @@ def task_curves(board: Board, drawn: Mapping[str, Look]) -> str | None:
                 axes.tick_params(labelbottom=True)
         figure.supxlabel("KV cache held at its peak, share of the full cache", fontsize=9)
 
-    return _svg(draw, (10.0, 0.5 + 1.75 * rows), f"Scores by task: {board.condition.model}")
+    return svg(draw, (10.0, 0.5 + 1.75 * rows), f"Scores by task: {board.condition.model}")
 
 
 def differences_to_full(board: Board, drawn: Mapping[str, Look]) -> str | None:
@@ -150,7 +150,7 @@ def differences_to_full(board: Board, drawn: Mapping[str, Look]) -> str | None:
         figure.supxlabel("Difference to the full cache, points", fontsize=9)
 
     width = min(10.0, 2.4 + 2.0 * len(budgets))
-    return _svg(draw, (width, 0.9 + 0.24 * len(labels)), f"Differences to the full cache: {board.condition.model}")
+    return svg(draw, (width, 0.9 + 0.24 * len(labels)), f"Differences to the full cache: {board.condition.model}")
 
 
 def _score_of(task: str) -> Callable[[Result], tuple[float | None, Interval | None]]:
@@ -223,7 +223,7 @@ def _words(comparison: Comparison) -> str:
     return f"{difference(macro.value)} {brackets(macro.interval, difference)}, {comparison.verdict}"
 
 
-def _svg(draw: Callable[[Figure, list[str]], None], inches: tuple[float, float], about: str) -> str:
+def svg(draw: Callable[[Figure, list[str]], None], inches: tuple[float, float], about: str) -> str:
     """Draw a figure and write it as SVG that can stand inside a page. ``draw`` adds the tips of the points it draws."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import appendix, figures, render, tables
+from pipeline.breakdown import View, take_apart
 from pipeline.page import page
 from pipeline.provenance import Failure, Provenance, failures, provenance
 from pipeline.results import Summary
@@ -32,11 +33,16 @@ class Report:
     provenance: Provenance
     flags: tuple[Flag, ...]
     failures: tuple[Failure, ...]
+    views: tuple[View, ...]
 
     def markdown(self) -> str:
         lines = [f"# {render.plain(str(self.sweep['name']))}", "", self.status() + ".", ""]
         lines += [f"* **{flag.title}.** {render.plain(flag.text)}" for flag in self.flags]
         parts = ["\n".join(lines), *(render.markdown(tables.main_table(board)) for board in self.summary.boards)]
+        for board in self.summary.boards:
+            bins = appendix.bins_table(board, self.views)
+            parts += [render.markdown(bins)] if bins else []
+            parts += [render.markdown(table) for table in appendix.details_tables(board, self.views)]
         for table in (appendix.impossible_table(self.summary), appendix.failures_table(self.failures)):
             parts += [render.markdown(table)] if table else []
         return "\n".join(parts)
@@ -48,7 +54,7 @@ class Report:
         return "\n".join(render.latex(tables.main_table(board)) for board in self.summary.boards)
 
     def html(self) -> str:
-        return page(self.sweep, self.status(), self.summary, self.provenance, self.flags, self.failures)
+        return page(self.sweep, self.status(), self.summary, self.provenance, self.flags, self.failures, self.views)
 
     def rich(self) -> Group:
         """For the terminal: the main tables without their rarer columns, then what to know before reading them."""
@@ -74,6 +80,7 @@ class Report:
         ]
         words += [f"{summary.rows_failed:,} failed"] if summary.rows_failed else []
         words += [f"{summary.cells_impossible:,} cells impossible"] if summary.cells_impossible else []
+        words += [f"partial: run with --limit {self.sweep.get('limit')}"] if summary.partial else []
         return ", ".join(words)
 
     def write(self, folder: Path) -> list[Path]:
@@ -100,6 +107,7 @@ def build_report(rows: pd.DataFrame, cells: Sequence[Mapping[str, Any]], sweep: 
         sweep=sweep,
         summary=summary,
         provenance=source,
-        flags=tuple(flags(summary, planned, source.tasks)),
+        flags=tuple(flags(summary, planned, source.tasks, sweep)),
         failures=tuple(failures(planned, summary, labels)),
+        views=take_apart(planned, summary),
     )

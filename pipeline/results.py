@@ -12,7 +12,8 @@ from pipeline.stats import Comparison, Estimate, Macro
 BASELINE = "full"
 PROTOCOL = ("question", "budget_base", "growth", "chat_template")
 
-State = Literal["complete", "incomplete", "mixed numerics", "impossible", "not planned"]
+State = Literal["complete", "partial", "incomplete", "mixed numerics", "impossible", "not planned"]
+"""``partial``: all that the last run's ``--limit`` asked for, and less than the cell has."""
 
 
 @dataclass(frozen=True, order=True)
@@ -61,7 +62,7 @@ class TaskResult:
     estimate: Estimate | None = None
     scores: Scores | None = field(default=None, repr=False)
     partial: float | None = None
-    """Mean of what is scored so far: for the reader, never averaged."""
+    """Mean of what is scored so far: for the reader, never averaged; None where only some seeds are complete."""
     numerics: tuple[str, ...] = ()
     reason: str = ""
 
@@ -131,6 +132,11 @@ class Result:
         return {name: task.scores for name, task in self.tasks.items()}
 
     @property
+    def partial(self) -> bool:
+        """Whether some task has no more than the first samples, as ``--limit`` asked."""
+        return any(task.state == "partial" for task in self.tasks.values())
+
+    @property
     def impossible(self) -> bool:
         return any(task.state == "impossible" for task in self.tasks.values())
 
@@ -143,7 +149,7 @@ class Result:
             return "mixed numerics"
         if all(task.state == "impossible" for task in self.tasks.values()):
             return "impossible"
-        return self.macro.coverage
+        return f"partial, {self.macro.coverage}" if self.partial else self.macro.coverage
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,10 @@ class Summary:
     """Rows of cells, or of samples, that the plan does not hold: left out everywhere."""
     configurations: Mapping[str, Configuration]
     """By cell_id."""
+
+    @property
+    def partial(self) -> bool:
+        return any(result.partial for result in self.results)
 
     @property
     def results(self) -> list[Result]:

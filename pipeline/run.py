@@ -17,11 +17,13 @@ from pipeline.progress import ProgressReport
 from pipeline.spec import SpecError, SweepFile, load_sweep
 from pipeline.store import Store
 from pipeline.work import Outcome
+from tasks.download import Downloader
 from tasks.sample import Sample
 from tasks.sources import DataSources
 from tasks.task import TaskError
 from workers import samples
 from workers.actor import Worker
+from workers.description import cache_folder
 from workers.memory import predict_peak
 from workers.samples import SampleRequest
 
@@ -52,7 +54,7 @@ class Opened:
     sweep: SweepFile
     grid: Grid
     store: Store
-    data_dir: Path | None
+    sources: DataSources
 
     def peaks(self) -> dict[str, int]:
         """Peak bytes per model, predicted from its configuration alone."""
@@ -78,10 +80,17 @@ def open_sweep(file: Path, options: RunOptions) -> Opened:
     sweep = load_sweep(file)
     data_dir = options.data_dir or (Path(sweep.data_dir) if sweep.data_dir else None)
     try:
-        sources = DataSources(data_dir)
+        sources = data_sources(data_dir)
     except TaskError as error:
         raise SpecError(file, [("", str(error))]) from None
-    return Opened(file, sweep, expand(sweep, file, sources), Store(options.output or sweep.output), data_dir)
+    return Opened(file, sweep, expand(sweep, file, sources), Store(options.output or sweep.output), sources)
+
+
+def data_sources(data_dir: Path | None, fetch: bool = True) -> DataSources:
+    """The data folder, then the cache, then, with ``fetch``, the pinned sources themselves."""
+    cache = cache_folder() / "data"
+    folder = Path(os.path.abspath(data_dir.expanduser())) if data_dir else None  # Ray's processes run elsewhere
+    return DataSources(folder, cache.absolute(), Downloader(cache.absolute()) if fetch else None)
 
 
 @dataclass(frozen=True)
@@ -110,18 +119,19 @@ def run_sweep(
 ) -> Finished:
     """Run what is left of a sweep. The output is held by a lease meanwhile.
 
-    ``on_plan`` is called once the plan is in the output, ``on_progress`` with the rows done, failed and asked for.
+    ``on_plan`` is called once the plan is in the output and nothing speaks against it, ``on_progress`` with the rows
+    done, failed and asked for.
     """
     with Lease(opened.store.folder) as lease:
         plan, costs, rows = opened.plan(options)
-        save_plan(opened.store, opened.file.read_text(encoding="utf-8"), plan.grid.manifest())
-        on_plan()
+        save_plan(opened.store, opened.file.read_text(encoding="utf-8"), plan.manifest())
         if not plan.jobs:
+            on_plan()
             return Finished(plan, Outcome(()), failed_pairs(plan, rows))
         failed = 0 if options.retry_failed else failed_pairs(plan, rows)
         progress = ProgressReport(plan.total, sum(plan.done.values()), failed, estimate(plan, costs).seconds)
         worker, maker = worker_class or Worker, make_samples or samples.make_samples
-        outcome = _drive(opened, options, plan, costs, lease, progress, worker, maker, on_progress)
+        outcome = _drive(opened, options, plan, costs, lease, progress, worker, maker, on_plan, on_progress)
     return Finished(plan, outcome, progress.failed)
 
 
@@ -134,6 +144,7 @@ def _drive(
     progress: ProgressReport,
     worker_class: type,
     make_samples: MakeSamples,
+    on_plan: Callable[[], None],
     on_progress: Callable[[int, int, int], None],
 ) -> Outcome:
     for name, value in QUIET_RAY.items():
@@ -144,5 +155,7 @@ def _drive(
     from pipeline.feed import SampleFeed
 
     with connected(options.address or opened.sweep.cluster.address), progress:
-        feed = SampleFeed(plan, opened.data_dir, make_samples)
+        feed = SampleFeed(plan, opened.sources, make_samples)
+        feed.make_own_lengths({shard.group.key: shard.group for shard in plan.jobs}.values())
+        on_plan()
         return Driver(plan, opened.store, feed, lease, costs, progress, worker_class, on_progress).run()

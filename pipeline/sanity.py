@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.figures import full_name, name, points, share
 from pipeline.provenance import TaskFacts
@@ -30,9 +30,20 @@ class Flag:
     text: str
 
 
-def flags(summary: Summary, rows: pd.DataFrame, tasks: Sequence[TaskFacts]) -> list[Flag]:
+def flags(summary: Summary, rows: pd.DataFrame, tasks: Sequence[TaskFacts], sweep: Mapping[str, Any]) -> list[Flag]:
     """``rows`` are the planned rows of the sweep, measured; ``tasks`` is what they say of their data."""
     found = [flag for board in summary.boards for flag in _board_flags(board)]
+    if summary.partial:
+        text = (
+            f"The last run asked for the first {sweep.get('limit')} samples of each cell (--limit), in file order: "
+            "scores in grey are of these alone and enter no average. Run without --limit to go on with the rest."
+        )
+        found.append(Flag("warning", "Partial", text))
+    files = sweep.get("data", {}).get("files", {})
+    other = [path for path, one in files.items() if one["pinned"] is False]
+    if other:
+        text = f"Files of the data folder that are not the pinned source's, by their sha256: {', '.join(other)}."
+        found.append(Flag("warning", "Other data", text))
     found += _identical(summary, rows)
     own = dict.fromkeys(task.task for task in tasks if "own" in task.facts.get("wording", ()))
     if own:
@@ -50,6 +61,9 @@ def _board_flags(board: Board) -> Iterator[Flag]:
     if board.baseline is None:
         text = f"{where}: the full cache was not run, so no method is compared with it."
         yield Flag("warning", "No baseline", text)
+    elif board.baseline.macro.value is None:
+        text = f"{where}: the full cache has no score on every task ({board.baseline.macro_refused} tasks complete)."
+        yield Flag("warning", "Baseline incomplete", text)
     else:
         low = [
             f"{task.task} {points(task.estimate.value)}"
@@ -65,6 +79,10 @@ def _board_flags(board: Board) -> Iterator[Flag]:
     ]
     if over:
         yield Flag("warning", "Over budget", f"{where}: samples that held more than was asked: {'; '.join(over)}.")
+    failed = [f"{full_name(result)} {result.failed:,}" for result in board.results if result.failed]
+    if failed:
+        text = f"{where}: failed rows have no score, and what has any enters no average: {', '.join(failed)}."
+        yield Flag("warning", "Failed rows", text)
     few = sorted(
         {
             f"{task.task} {task.estimate.samples}"

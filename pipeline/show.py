@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,18 +15,16 @@ from pipeline.estimate import Estimate
 from pipeline.plan import Cell, Plan
 from pipeline.progress import duration
 from pipeline.run import Finished
-from tasks.registry import get_task, task_names
-from tasks.sources import DataSources
-from tasks.task import TaskError
+from tasks.groups import GROUPS, SUMMARIES
+from tasks.registry import example_task, task_names
 
 LOG_WIDTH = 140
-HASH, HASH_SHOWN = re.compile("[0-9a-f]{40,}"), 12
 
 
 def console() -> Console:
-    """Wide where there is no terminal to fit."""
-    plain = Console()
-    return plain if plain.is_terminal else Console(width=LOG_WIDTH)
+    """Wide where there is no terminal to fit. A label in brackets is a label, not markup."""
+    plain = Console(markup=False)
+    return plain if plain.is_terminal else Console(width=LOG_WIDTH, markup=False)
 
 
 def show_plan(plan: Plan, left: Estimate, peaks: dict[str, int], all_cells: bool) -> None:
@@ -44,6 +42,9 @@ def show_plan(plan: Plan, left: Estimate, peaks: dict[str, int], all_cells: bool
         highlight=False,
     )
     out.print(f"time: {_time(plan, left)}", highlight=False)
+    if plan.limit is not None:
+        out.print(f"partial: the first {_count(plan.limit, 'sample')} of each cell (--limit)", highlight=False)
+    show_data(plan.grid.data)
     for model, peak in peaks.items():
         out.print(f"memory: {model} peaks at {_bytes(peak)}, predicted from its configuration", highlight=False)
 
@@ -54,11 +55,10 @@ def show_end(finished: Finished) -> None:
     if not finished.plan.jobs:
         out.print(f"nothing was left to run: all {finished.plan.total} rows are there", highlight=False)
     for part in finished.outcome.left_out:
-        out.print(f"left out: {part.what}, {_count(part.pairs, 'row')}: {part.reason}", markup=False, highlight=False)
+        out.print(f"left out: {part.what}, {_count(part.pairs, 'row')}: {part.reason}", highlight=False)
     if finished.outcome.stopped:
         out.print(
             f"stopped: {finished.outcome.stopped}; what is finished is kept, run the same command to go on",
-            markup=False,
             highlight=False,
         )
     elif finished.failed:
@@ -78,7 +78,7 @@ def show_methods() -> None:
 def show_tasks() -> None:
     table = Table("task", "context", "seeds", "metric", "new tokens", "what it is")
     for name in task_names():
-        task = get_task(name)
+        task = example_task(name)
         table.add_row(
             name,
             "any" if task.contextual else "its own",
@@ -88,31 +88,21 @@ def show_tasks() -> None:
             task.summary,
         )
     console().print(table)
+    groups = Table("group", "tasks", "what it is")
+    for name, members in GROUPS.items():
+        groups.add_row(name, f"{len(members)}: {', '.join(members)}", SUMMARIES[name], end_section=True)
+    console().print(groups)
 
 
-def show_data(sources: DataSources) -> None:
-    """Where each task's samples come from, or why it cannot have any."""
-    table = Table("task", "samples", "made from")
-    for name in task_names():
-        task = get_task(name)
-        try:
-            task.check(sources, 4096 if task.contextual else None)
-            available = task.available(sources)
-            recipe = task.recipe(sources)
-        except TaskError as error:
-            table.add_row(name, "none", f"{error}", style="yellow", end_section=True)
-            continue
-        facts = "\n".join(f"{key}: {_words(value)}" for key, value in recipe.items() if key not in ("task", "version"))
-        table.add_row(name, "any number" if available is None else str(available), facts, end_section=True)
-    console().print(table)
-
-
-def _words(value: object) -> str:
-    """A recipe's value for people: hashes by their beginnings."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_words(part)}" for key, part in value.items())
-    text = str(value)
-    return text[:HASH_SHOWN] if HASH.fullmatch(text) else text
+def show_data(found: dict[str, Any]) -> None:
+    """Where the files of a sweep's tasks are: :meth:`tasks.sources.DataSources.resolution`."""
+    out = console()
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, one in found["files"].items():
+        places[one["from"]].append(f"{path} (not the pinned file)" if one["pinned"] is False else path)
+    told = [f"{place}: {', '.join(paths)}" for place, paths in places.items()] or ["no files are needed"]
+    order = ", then ".join(found["order"])
+    out.print(f"data, looked for in {order}: {'; '.join(told)}", highlight=False, soft_wrap=True)
 
 
 def _groups_table(plan: Plan) -> Table:

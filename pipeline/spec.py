@@ -9,19 +9,22 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Hashable, Iterable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     PlainValidator,
-    PositiveFloat,
     Strict,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -30,12 +33,14 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from kvcache.budget import Budget
 from kvcache.method import Method, method_class
 from pipeline.errors import SweepProblem
-from tasks.registry import get_task
+from tasks.groups import GROUPS
+from tasks.registry import get_task, group_settings
 from workers.job import EngineSpec, ModelSpec, Protocol
 
 Item = TypeVar("Item", bound=Hashable)
 Count = Annotated[int, Strict(), Field(ge=1)]
-Seed = Annotated[int, Strict(), Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
 
 
 class SpecError(SweepProblem):
@@ -51,26 +56,53 @@ class Section(BaseModel):
 
 
 class TaskEntry(Section):
-    """``name``, or a mapping: ``samples`` and ``contexts`` replace the sweep's, other keys are settings of the task."""
+    """``name``, or a mapping: ``samples`` and ``contexts`` replace the sweep's, other keys are settings of the task.
+
+    The name of a group stands for its members. A ``file`` among the settings is relative to the sweep file's folder.
+    """
 
     name: str
     samples: Count | None = None
     contexts: list[Count] | None = None
     settings: dict[str, Any] = {}
+    group: str = ""
+    """The group that this task was listed by."""
+    place: int = 0
+    """Which entry of the sweep file it comes from."""
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, entry: object) -> object:
-        return _split_settings(entry, known=("name", "samples", "contexts"), what="task")
+    def _named(cls, entry: object, info: ValidationInfo) -> object:
+        split = _split_settings(entry, known=("name", "samples", "contexts"), what="task")
+        file = split["settings"].get("file")
+        if isinstance(file, str) and file:
+            folder = info.context["folder"] if info.context else Path()
+            split["settings"]["file"] = str((folder / Path(file).expanduser()).absolute())
+        return split
 
     @model_validator(mode="after")
     def _known(self) -> TaskEntry:
-        task = get_task(self.name, self.settings)
-        if self.contexts is not None and not task.contextual:
-            raise PydanticCustomError(
-                "task", "{name} has lengths of its own: it takes no contexts", {"name": self.name, "field": "contexts"}
-            )
+        for entry in self.members(0):
+            try:
+                task = get_task(entry.name, entry.settings)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}" if entry.group else str(error)) from None
+            if self.contexts is not None and not task.contextual:
+                raise PydanticCustomError(
+                    "task",
+                    "{name} has lengths of its own: it takes no contexts",
+                    {"name": entry.name, "field": "contexts"},
+                )
         return self
+
+    def members(self, place: int) -> list[TaskEntry]:
+        """The tasks that this entry stands for: the members of a group, each with the settings that it has."""
+        if self.name not in GROUPS or "file" in self.settings:
+            return [self.model_copy(update={"place": place})]
+        return [
+            self.model_copy(update={"name": name, "settings": settings, "group": self.name, "place": place})
+            for name, settings in group_settings(self.name, self.settings).items()
+        ]
 
 
 class MethodEntry(Section):
@@ -98,7 +130,9 @@ class MethodEntry(Section):
     def method(self) -> Method:
         """The method with these settings; raises a validation error that names the setting at fault."""
         cls = method_class(self.name)
-        for key in self.settings:
+        for key, value in self.settings.items():
+            if isinstance(value, float) and not isfinite(value):
+                raise PydanticCustomError("setting", "must be a finite number", {"field": key})
             if key not in {field.name for field in dataclasses.fields(cls)}:
                 raise _unknown_key(key, [field.name for field in dataclasses.fields(cls)], f"setting of {self.name}")
         try:
@@ -114,7 +148,7 @@ class Cluster(Section):
 
     address: str | None = None
     """A Ray cluster; None starts Ray on this machine (unless RAY_ADDRESS names one)."""
-    cpus_per_actor: PositiveFloat | None = None
+    cpus_per_actor: Positive | None = None
     """None: all cores of a node, or a GPU's share of them."""
     gpus_per_actor: Count | Literal[0, "auto"] = "auto"
     max_actors: Count | None = None
@@ -123,15 +157,27 @@ class Cluster(Section):
     labels: dict[str, str] = {}
     """Ray node labels that an actor's node must carry."""
     samples_per_job: Count = 8
-    ready_timeout_s: PositiveFloat = 600
-    stall_timeout_s: PositiveFloat | None = None
+    ready_timeout_s: Positive = 600
+    stall_timeout_s: Positive | None = None
     """An actor that yields no row for this long is killed; that counts as a crash."""
     max_failures: Count = 20
     """Failures in a row, with no success between them, that stop the sweep."""
 
 
+def _without_password(uri: str) -> str:
+    """The file is kept beside the results and shown in the report."""
+    if urlsplit(uri).password is not None:
+        raise PydanticCustomError(
+            "password", "holds a password or a secret key: give it in the environment (AWS_*, MLFLOW_TRACKING_PASSWORD)"
+        )
+    return uri
+
+
+PublicUri = Annotated[str, AfterValidator(_without_password)]
+
+
 class MLflow(Section):
-    tracking_uri: str | None = None
+    tracking_uri: PublicUri | None = None
     enabled: bool = True
 
 
@@ -156,7 +202,7 @@ class SweepFile(Section):
     protocol: Protocol = Protocol()
     engine: EngineSpec = EngineSpec()
     cluster: Cluster = Cluster()
-    output: str = Field(min_length=1)
+    output: PublicUri = Field(min_length=1)
     mlflow: MLflow = MLflow()
     data_dir: str | None = None
 
@@ -170,8 +216,16 @@ class SweepFile(Section):
 
     @field_validator("tasks")
     @classmethod
-    def _task_names(cls, tasks: list[TaskEntry]) -> list[TaskEntry]:
-        _distinct([task.name for task in tasks])
+    def _task_names(cls, entries: list[TaskEntry]) -> list[TaskEntry]:
+        """Plain tasks, groups replaced by their members."""
+        tasks = [task for place, entry in enumerate(entries) for task in entry.members(place)]
+        first: dict[str, TaskEntry] = {}
+        for task in tasks:
+            other = first.setdefault(task.name, task)
+            if other is not task:
+                ways = [f"in {one.group}" if one.group else "by itself" for one in (other, task)]
+                how = f", {' and '.join(ways)}" if other.group or task.group else ""
+                raise PydanticCustomError("duplicate", "{name} is listed twice{how}", {"name": task.name, "how": how})
         return tasks
 
     @field_validator("methods")
@@ -213,7 +267,7 @@ def load_sweep(path: Path | str) -> SweepFile:
     except UnicodeDecodeError:
         raise SpecError(file, [("", "is not UTF-8 text")]) from None
     try:
-        return SweepFile.model_validate(load_text(text, file))
+        return SweepFile.model_validate(load_text(text, file), context={"folder": file.parent})
     except ValidationError as error:
         raise SpecError(file, [_problem(detail) for detail in error.errors()]) from None
 
@@ -224,6 +278,8 @@ def load_text(text: str, file: Path | str) -> dict[str, Any]:
         content = yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
         raise SpecError(file, [("", f"is not valid YAML: {_yaml_text(error)}")]) from None
+    except ValueError as error:  # a date or number that YAML's own tags cannot build
+        raise SpecError(file, [("", f"holds a value that is none: {_one_line(str(error))}; quote it")]) from None
     if not isinstance(content, dict):
         raise SpecError(file, [("", "is not a sweep: it must be a mapping with name, models, tasks, methods ...")])
     return content
@@ -249,10 +305,10 @@ def _yaml_text(error: yaml.YAMLError) -> str:
     return _one_line(str(error))
 
 
-def _split_settings(entry: object, known: tuple[str, ...], what: str) -> object:
+def _split_settings(entry: object, known: tuple[str, ...], what: str) -> dict[str, Any]:
     """``name`` or ``{name: ..., setting: ...}`` to the fields of an entry."""
     if isinstance(entry, str):
-        return {"name": entry}
+        return {"name": entry, "settings": {}}
     if not isinstance(entry, Mapping) or "name" not in entry:
         raise PydanticCustomError("entry", "write a {what}'s name, or a mapping with a name in it", {"what": what})
     return {

@@ -72,13 +72,15 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
+        """``better`` or ``worse`` only where interval and p-value, corrected where there is a family, both say so."""
         if self.refused:
             return "not comparable"
         if self.macro.value is None:
             return "incomplete"
         if self.macro.interval is None:
             return "too few samples"
-        if self.macro.interval.holds(0.0):
+        p = self.p if self.p_holm is None else self.p_holm
+        if self.macro.interval.holds(0.0) or (p is not None and p > 1 - CONFIDENCE):
             return "within noise"
         return "better" if self.macro.value > 0 else "worse"
 

@@ -18,11 +18,13 @@ import os
 import time
 import typing
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit, urlunsplit
 
 import pyarrow as pa
 import pyarrow.compute
@@ -46,6 +48,15 @@ class StoreError(SweepProblem):
     """An output that cannot be read or written, and what to do about it."""
 
 
+@contextmanager
+def reached(folder: Folder, action: Literal["read", "write"]) -> Iterator[None]:
+    """Turns the storage's own errors into a :class:`StoreError`."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"output: cannot {action} {folder.uri}: {_one_line(error)}") from None
+
+
 class Folder:
     """A folder behind any URI that pyarrow understands, or a local path. Files appear whole or not at all."""
 
@@ -53,12 +64,12 @@ class Folder:
         try:
             if "://" in uri:
                 self._filesystem, self._base = pa.fs.FileSystem.from_uri(uri)
-                self.uri = uri.rstrip("/")
+                self.uri = without_secrets(uri).rstrip("/")
             else:
                 self._filesystem, self._base = pa.fs.LocalFileSystem(), str(Path(uri).resolve())
                 self.uri = self._base
         except (pa.ArrowInvalid, OSError) as error:
-            raise StoreError(f"output: {uri} cannot be opened: {_one_line(error)}") from None
+            raise StoreError(f"output: {without_secrets(uri)} cannot be opened: {_one_line(error)}") from None
 
     @property
     def local(self) -> Path | None:
@@ -158,10 +169,8 @@ class Store:
         sink = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist([vars(row) for row in self._pending], schema=row_schema()), sink)
         name = f"parts/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:12]}.parquet"
-        try:
+        with reached(self.folder, "write"):
             self.folder.write(name, sink.getvalue().to_pybytes())
-        except OSError as error:
-            raise StoreError(f"output: cannot write {self.folder.path(name)}: {_one_line(error)}") from None
         self._pending.clear()
 
     def rows(self) -> pa.Table:
@@ -174,25 +183,27 @@ class Store:
 
     def save_plan(self, sweep_file: str, manifest: dict[str, Any]) -> None:
         """Keep the sweep file's text and what it was expanded to."""
-        self.folder.write("sweep.yaml", sweep_file.encode())
-        self.folder.write("plan.json", json.dumps(manifest, indent=1).encode())
+        with reached(self.folder, "write"):
+            self.folder.write("sweep.yaml", sweep_file.encode())
+            self.folder.write("plan.json", json.dumps(manifest, indent=1).encode())
 
     def has_plan(self) -> bool:
-        return self.folder.read("plan.json") is not None
+        return self._plan() is not None
 
     def manifest(self) -> dict[str, Any]:
-        content = self.folder.read("plan.json")
+        content = self._plan()
         if content is None:
             raise StoreError(f"{self.uri} is not the output of a sweep: it has no plan.json")
         return dict(json.loads(content))
 
+    def _plan(self) -> bytes | None:
+        with reached(self.folder, "read"):
+            return self.folder.read("plan.json")
+
     def _read(self, columns: Sequence[str] | None) -> pa.Table:
-        try:
+        with reached(self.folder, "read"), ThreadPoolExecutor(16) as threads:
             names = self.folder.list("parts", ".parquet")
-            with ThreadPoolExecutor(16) as threads:
-                contents = list(threads.map(self.folder.read, names))
-        except OSError as error:
-            raise StoreError(f"output: cannot read {self.uri}: {_one_line(error)}") from None
+            contents = list(threads.map(self.folder.read, names))
         schema = row_schema()
         wanted = schema if columns is None else pa.schema([schema.field(name) for name in columns])
         tables = [wanted.empty_table()]
@@ -282,6 +293,12 @@ def final_samples(rows: pa.Table, retry_failed: bool) -> set[tuple[str, int]]:
         if status == "ok" or not retry_failed:
             done.add((cell_id, index))
     return done
+
+
+def without_secrets(uri: str) -> str:
+    """A URI as it may be shown: a user name and a password, or an access key, are left out."""
+    parts = urlsplit(uri)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
 
 
 def _one_line(error: object) -> str:

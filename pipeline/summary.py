@@ -178,11 +178,14 @@ def _task_result(task: str, cells: Sequence[Mapping[str, Any]], by_cell: Mapping
         return TaskResult(task, state, expected, 0, 0, reason="; ".join(reasons))
     rows = pd.concat(parts)
     scored = rows[rows["scored"]]
-    lacking = any(_scored_rows(by_cell.get(cell["cell_id"])) < cell["expected"] for cell in cells)
+    have = {cell["cell_id"]: _scored_rows(by_cell.get(cell["cell_id"])) for cell in cells}
+    lacking = [cell for cell in cells if have[cell["cell_id"]] < cell["expected"]]
+    as_asked = all(have[cell["cell_id"]] >= cell.get("asked", cell["expected"]) for cell in lacking)
     numerics = tuple(sorted(set(scored["numerics"].astype(str))))
     state = "impossible" if reasons else "mixed numerics" if len(numerics) > 1 else "complete"
     if state == "complete" and lacking:
-        state = "incomplete"
+        state = "partial" if as_asked else "incomplete"
+    even = len(lacking) in (0, len(cells))
     return TaskResult(
         task=task,
         state=state,
@@ -190,7 +193,7 @@ def _task_result(task: str, cells: Sequence[Mapping[str, Any]], by_cell: Mapping
         scored=len(scored),
         failed=len(rows) - len(scored),
         scores=_scores(scored) if state == "complete" else None,
-        partial=float(scored["score"].mean()) if len(scored) and len(numerics) < 2 else None,
+        partial=float(scored["score"].mean()) if len(scored) and len(numerics) < 2 and even else None,
         numerics=numerics,
         reason="; ".join(reasons),
     )

@@ -129,9 +129,10 @@ def _main_cells(result: Result, board: Board, seeds: bool) -> Iterable[Cell]:
 def _task_cell(task: TaskResult) -> Cell:
     if task.estimate is not None:
         return Cell(points(task.estimate.value))
-    if task.state == "incomplete" and task.partial is not None:
-        return Cell(points(task.partial), f"({task.scored} of {task.expected})", "muted")
-    return Cell(NOTHING if task.state in ("incomplete", "not planned") else task.state, tone="muted")
+    if task.state in ("incomplete", "partial"):
+        words = f"({'partial, ' if task.state == 'partial' else ''}{task.scored} of {task.expected})"
+        return Cell(points(task.partial), words if task.scored else "", "muted")
+    return Cell(NOTHING if task.state == "not planned" else task.state, tone="muted")
 
 
 def _macro_cell(result: Result) -> Cell:
@@ -185,6 +186,7 @@ def _record(result: Result, tasks: Iterable[str]) -> dict[str, Any]:
     for key in ("budget_bytes", "charged_bytes", "workspace_bytes", "over_budget"):
         record[key] = getattr(memory, key) if memory else None
     record |= {"scored": result.scored, "expected": result.expected, "failed": result.failed}
+    record |= {"partial": result.partial}
     for task in tasks:
         estimate = result.tasks[task].estimate if task in result.tasks else None
         record |= _figures(

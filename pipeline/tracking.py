@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.mlflow_metrics import macro_metrics
 from pipeline.mlflow_runs import SweepRuns, local_folder
 from pipeline.mlflow_views import install_views, links
+from pipeline.store import without_secrets
 
 if TYPE_CHECKING:
     from pipeline.report import Report
@@ -91,12 +92,16 @@ class Tracker:
         self._thread.join(timeout)
         if self._thread.is_alive() and not self._failed:
             self._failed = True
-            LOG.warning("MLflow at %s has not taken everything within %.0f s; %s", self._uri, timeout, HINT)
+            LOG.warning(
+                "MLflow at %s has not taken everything within %.0f s; %s", without_secrets(self._uri), timeout, HINT
+            )
 
     def _begin(self, sweep: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> None:
         self._runs = SweepRuns(self._uri, sweep)
         self._runs.begin(cells)
-        LOG.info("MLflow: experiment %s, run %s, at %s", sweep["name"], self._runs.parent_id, self._uri)
+        LOG.info(
+            "MLflow: experiment %s, run %s, at %s", sweep["name"], self._runs.parent_id, without_secrets(self._uri)
+        )
 
     def _views(self, runs: SweepRuns) -> None:
         self.links = _announce(self._uri, runs)
@@ -116,7 +121,7 @@ class Tracker:
                 call()
             except failures() as error:
                 self._failed = True
-                LOG.warning("MLflow at %s: %s; %s", self._uri, _first_line(error), HINT)
+                LOG.warning("MLflow at %s: %s; %s", without_secrets(self._uri), _first_line(error), HINT)
 
 
 def replay(
@@ -140,7 +145,7 @@ def replay(
         _write(runs, report, files, status)
         return _announce(address, runs)
     except failures() as error:
-        raise TrackingError(f"MLflow at {address}: {_first_line(error)}") from error
+        raise TrackingError(f"MLflow at {without_secrets(address)}: {_first_line(error)}") from error
 
 
 def failures() -> tuple[type[Exception], ...]:

@@ -1,10 +1,12 @@
 """GSM8K (Cobbe et al. 2021, arXiv:2110.14168): the test split, zero-shot in our own words or with eight exemplars.
 
-Records come from ``<data_dir>/gsm8k/test.jsonl`` where a data folder is given, else from the Hub at a pinned revision;
-one never stands in for the other. The eight exemplars (Wei et al. 2022) come from ``<data_dir>/gsm8k/cot_8shot.json``
-and are a text to continue, not a chat.
+Records come from ``gsm8k/test.jsonl``, wherever :mod:`tasks.sources` finds it. The eight exemplars (Wei et al. 2022)
+come from ``gsm8k/cot_8shot.json`` and are a text to continue, not a chat.
 
-Prompts are short: compression acts on what the model writes. Watch for answers cut off at the generation limit.
+The file must be the whole test split: a shorter one is refused unless ``allow_partial`` says that it is meant.
+
+Prompts are short: compression acts on what the model writes. Watch for answers cut off at the generation limit: the
+report gives their share beside the strict, the flexible and the marker rate.
 """
 
 from __future__ import annotations
@@ -15,15 +17,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from tasks.metrics import gsm8k_flexible
 from tasks.sample import Sample
 from tasks.sources import DataError, DataSources, content_hash, fingerprint, read_json, read_jsonl
-from tasks.task import TaskError, check_choice, check_context, check_limit
+from tasks.task import check_choice, check_context, check_limit
 from tasks.tokens import Tokenizer
 
 TEST_FILE = "gsm8k/test.jsonl"
 EXEMPLARS_FILE = "gsm8k/cot_8shot.json"
-HUB_DATASET = "openai/gsm8k"
-HUB_REVISION = "cc7b047b6e5bb11b4f1af84efc572db110a51b3c"
 TEST_SIZE = 1319
 OFFICIAL_LIMIT = 512
 
@@ -53,12 +54,12 @@ class Exemplars:
 
 @dataclass(frozen=True)
 class GSM8K:
-    """``extraction`` chooses the metric: the last number, or the number after an answer marker."""
+    """``extraction`` chooses the score: the last number, or the number after an answer marker."""
 
     max_new_tokens: int | None = None
     shots: Literal[0, 8] = 0
     extraction: Literal["flexible", "strict"] = "flexible"
-    revision: str = HUB_REVISION
+    allow_partial: bool = False
 
     name: ClassVar[str] = "gsm8k"
     version: ClassVar[int] = 1
@@ -70,8 +71,7 @@ class GSM8K:
         check_limit(self.name, self.max_new_tokens)
         check_choice(self.name, "shots", self.shots, (0, 8))
         check_choice(self.name, "extraction", self.extraction, ("flexible", "strict"))
-        if not isinstance(self.revision, str) or not self.revision:
-            raise TaskError(f"task {self.name}: revision must be a commit of {HUB_DATASET}, not {self.revision!r}")
+        check_choice(self.name, "allow_partial", self.allow_partial, (False, True))
 
     @property
     def chat(self) -> bool:
@@ -86,10 +86,6 @@ class GSM8K:
         return self.max_new_tokens or OFFICIAL_LIMIT
 
     def recipe(self, sources: DataSources) -> dict[str, object]:
-        if sources.data_dir is None:
-            problems = f"{HUB_DATASET}@{self.revision}"
-        else:
-            problems = fingerprint(sources.require(TEST_FILE, f"task {self.name}"))
         if self.shots:
             wording = fingerprint(sources.require(EXEMPLARS_FILE, f"task {self.name} with shots: {self.shots}"))
         else:
@@ -97,7 +93,7 @@ class GSM8K:
         return {
             "task": self.name,
             "version": self.version,
-            "problems": problems,
+            "problems": fingerprint(self._file(sources)),
             "shots": self.shots,
             "wording": wording,
             "metric": self.metric,
@@ -110,18 +106,18 @@ class GSM8K:
         self._exemplars(sources)
 
     def available(self, sources: DataSources) -> int | None:
-        return TEST_SIZE if sources.data_dir is None else len(self._problems(sources))
+        return len(self._problems(sources))
 
     def samples(
         self, tokenizer: Tokenizer, sources: DataSources, context: int | None, seed: int, count: int, overhead: int
     ) -> list[Sample]:
         check_context(self.name, self.contextual, context)
-        exemplars = self._exemplars(sources)
-        return [
-            self._sample(index, problem, exemplars) for index, problem in enumerate(self._problems(sources)[:count])
-        ]
+        exemplars, problems = self._exemplars(sources), self._problems(sources)
+        split = "complete" if len(problems) == TEST_SIZE else f"{len(problems):,} of {TEST_SIZE:,} problems"
+        meta: dict[str, object] = {"shots": self.shots, "split": split}
+        return [self._sample(index, problem, exemplars, meta) for index, problem in enumerate(problems[:count])]
 
-    def _sample(self, index: int, problem: Problem, exemplars: Exemplars | None) -> Sample:
+    def _sample(self, index: int, problem: Problem, exemplars: Exemplars | None, meta: dict[str, object]) -> Sample:
         if exemplars is None:
             context, question, cue = problem.question, INSTRUCTION, ""
         else:
@@ -137,19 +133,31 @@ class GSM8K:
             metric=self.metric,
             stop=exemplars.stop if exemplars else (),
             chat=self.chat,
-            meta={"shots": self.shots},
+            meta=meta,
         )
 
+    def _file(self, sources: DataSources) -> Path:
+        return sources.require(TEST_FILE, f"task {self.name}")
+
     def _problems(self, sources: DataSources) -> tuple[Problem, ...]:
-        if sources.data_dir is None:
-            return _from_hub(self.revision)
-        path = sources.require(TEST_FILE, f"task {self.name}")
-        return _from_file(path, fingerprint(path))
+        path = self._file(sources)
+        problems = _read_problems(path, fingerprint(path))
+        if len(problems) > TEST_SIZE or (len(problems) < TEST_SIZE and not self.allow_partial):
+            raise DataError(
+                f"task {self.name}: {path} has {len(problems):,} problems, and the test split has {TEST_SIZE:,}: "
+                "get the whole file, or set allow_partial: true for a shorter one"
+            )
+        return problems
 
     def _exemplars(self, sources: DataSources) -> Exemplars | None:
         if not self.shots:
             return None
         return _read_exemplars(sources.require(EXEMPLARS_FILE, f"task {self.name} with shots: {self.shots}"))
+
+
+def score(prediction: str, reference: str) -> float:
+    """1 where the prediction's last number is the reference's: a number, or a solution that ends with ``#### N``."""
+    return gsm8k_flexible(prediction, [gold(reference if "####" in reference else f"#### {reference}")])
 
 
 def gold(answer: str) -> str:
@@ -161,27 +169,17 @@ def gold(answer: str) -> str:
 
 
 @lru_cache(maxsize=4)
-def _from_file(path: Path, sha256: str) -> tuple[Problem, ...]:
+def _read_problems(path: Path, sha256: str) -> tuple[Problem, ...]:
+    """The problems, each of them once."""
     # The fingerprint is part of the key alone: a file that changes is read again.
-    records = read_jsonl(path)
-    if not records:
-        raise DataError(f"{path} holds no problems")
-    return tuple(_problem(record, f"{path}, problem {number}") for number, record in enumerate(records, start=1))
-
-
-@lru_cache(maxsize=4)
-def _from_hub(revision: str) -> tuple[Problem, ...]:
-    where = f"{HUB_DATASET} (config main, revision {revision})"
-    import datasets
-
-    try:
-        records = datasets.load_dataset(HUB_DATASET, "main", split="test", revision=revision)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"task gsm8k: {where} cannot be loaded from the Hub: {error}. Give a data folder that holds {TEST_FILE}, "
-            "or check the network and HF_HUB_OFFLINE"
-        ) from error
-    return tuple(_problem(record, f"{where}, problem {number}") for number, record in enumerate(records, start=1))
+    first: dict[str, int] = {}
+    problems = []
+    for number, record in enumerate(read_jsonl(path), start=1):
+        problem = _problem(record, f"{path}, problem {number}")
+        if first.setdefault(problem.question, number) != number:
+            raise DataError(f"{path}, problem {number} asks what problem {first[problem.question]} asks: remove one")
+        problems.append(problem)
+    return tuple(problems)
 
 
 def _problem(record: dict[str, Any], where: str) -> Problem:

@@ -1,6 +1,6 @@
 """Haystacks: texts of any length as streams of pieces, and needles put between them.
 
-    essays      the user's text files, from a sentence drawn per sample, from the start again where they end
+    essays      texts from the data folder, from a sentence drawn per sample, from the start again where they end
     word lists  sentences made up from word lists, where there are no text files
     noise       one line, repeated
     needles     lines that look like the needle, with other keys
@@ -22,7 +22,7 @@ from random import Random
 from typing import NamedTuple
 
 from tasks.fit import Parts, prompt_length
-from tasks.sources import DataError, fingerprint, read_text
+from tasks.sources import DataError, DataSources, fingerprint, read_json, read_text
 from tasks.tokens import TokenCounter
 from tasks.words import sentences
 
@@ -31,6 +31,8 @@ DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 
 WORDS_PER_PIECE = 12
 WORDS_PER_SENTENCE = 60  # a text without full stops still has places for needles
+
+OFFICIAL_ESSAYS = "PaulGrahamEssays.json"
 
 _SENTENCE_END = re.compile(r"[.!?][\"')\]”’]*$")
 _NO_SENTENCE_END = re.compile(r"^[\"'(\[“‘]*(Mr|Mrs|Ms|Dr|St|No|vs|[A-Z])\.$")  # titles and initials
@@ -113,6 +115,44 @@ def take(haystack: Haystack, rng: Random, counter: TokenCounter, room: int) -> S
     return Stack(pieces, list(accumulate(counts, initial=0)), haystack.joiner)
 
 
+def essay_files(choice: str, sources: DataSources, needed_by: str) -> list[Path]:
+    """The files below ``haystack/`` that a setting asks for; none: sentences are made from word lists.
+
+    ``auto`` and ``files``: the essays of the official generator where they are there, else all ``*.txt``; ``files``
+    insists. Other choices are the name of one file.
+    """
+    if choice == "word-lists":
+        return []
+    if choice not in ("auto", "files"):
+        return [sources.require(f"haystack/{choice}", needed_by)]
+    official = sources.find(f"haystack/{OFFICIAL_ESSAYS}")
+    files = [official] if official else sources.listing("haystack", "*.txt")
+    if choice == "files" and not files:
+        raise DataError(
+            f"{needed_by}: haystack is 'files', and the data folder {sources.data_dir} has neither "
+            f"haystack/{OFFICIAL_ESSAYS} nor haystack/*.txt"
+        )
+    return files
+
+
+def essay_text(files: Sequence[Path]) -> str:
+    """The text of all files. ``.json``: an object with a field ``text``, as the official generator keeps its essays."""
+    text = "\n".join(_text(file) for file in files)
+    if not text.strip():
+        raise DataError(f"the haystack files have no text: {', '.join(map(str, files))}")
+    return text
+
+
+def _text(file: Path) -> str:
+    if file.suffix != ".json":
+        return read_text(file)
+    content = read_json(file)
+    if not isinstance(content, dict) or not isinstance(content.get("text"), str):
+        raise DataError(f"{file} must be an object with a field text that holds the essays")
+    text: str = content["text"]
+    return text
+
+
 def essays(files: Sequence[Path]) -> Haystack:
     """The texts of ``files`` one after the other, white space collapsed."""
     pieces, openings = _essay_pieces(tuple(files), tuple(fingerprint(file) for file in files))
@@ -141,10 +181,7 @@ def lines(label: str, stream: Callable[[Random], Iterator[str]]) -> Haystack:
 def _essay_pieces(files: tuple[Path, ...], fingerprints: tuple[str, ...]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
     """All pieces, and where a sentence opens."""
     # The fingerprints are part of the key alone: files that change are read again.
-    words = [word for file in files for word in read_text(file).split()]
-    if not words:
-        raise DataError(f"the haystack files have no text: {', '.join(map(str, files))}")
-    pieces = tuple(_cut(_sentences(words)))
+    pieces = tuple(_cut(_sentences(essay_text(files).split())))
     return pieces, tuple(index for index, piece in enumerate(pieces) if piece.opens)
 
 

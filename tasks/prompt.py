@@ -44,7 +44,10 @@ def render(
     if question == "compressed":
         return Prompt(_opened(opening, _ids(tokenizer, text)))
     if not sample.context.strip():
-        raise PromptError(f"{sample.task}, sample {sample.index}: it has no context to compress without its question")
+        why = ": truncation left no border between them, give more room" if sample.meta.get("truncated") else ""
+        raise PromptError(
+            f"{sample.task}, sample {sample.index}: it has no context to compress without its question{why}"
+        )
     return Prompt(_opened(opening, _ids(tokenizer, text[:split])), _ids(tokenizer, text[split:]))
 
 
@@ -85,7 +88,12 @@ def _templated(tokenizer: Tokenizer, content: str) -> str:
             "use an instruction-tuned model, or set chat_template: never"
         )
     turn = [{"role": "user", "content": content}]
-    text: str = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    import jinja2  # templates are its language; nothing before the first prompt needs it
+
+    try:
+        text: str = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        raise PromptError(f"the chat template refuses the prompt {content[:60]!r}: {error}") from error
     return text
 
 

@@ -14,14 +14,26 @@ from typing import ClassVar, Literal
 
 from tasks.draws import Draws
 from tasks.fit import Draft, Parts
-from tasks.haystack import DEPTHS, Haystack, essays, haystack_draft, lines, noise, word_list_sentences
+from tasks.haystack import (
+    DEPTHS,
+    OFFICIAL_ESSAYS,
+    Haystack,
+    essay_files,
+    essay_text,
+    essays,
+    haystack_draft,
+    lines,
+    noise,
+    word_list_sentences,
+)
 from tasks.ruler import Conditions, RulerTask
+from tasks.ruler_official import Run
+from tasks.ruler_official_niah import NiahScript
+from tasks.ruler_official_sentences import sentence_recipe
 from tasks.sources import DataError, DataSources, fingerprint
-from tasks.task import TaskError, check_choice
+from tasks.task import TaskError
 from tasks.wording import Wording
-from tasks.words import compound, number, uuid
-
-HAYSTACKS = ("auto", "files", "word-lists")
+from tasks.words import compound, listed, number, uuid
 
 _DRAW: dict[str, Callable[[Random], str]] = {
     "words": compound,
@@ -32,13 +44,15 @@ _DRAW: dict[str, Callable[[Random], str]] = {
 
 @dataclass(frozen=True)
 class Niah(RulerTask):
-    """``haystack`` concerns the tasks on essays: the data folder's texts, or sentences made from word lists."""
+    """``haystack`` concerns the tasks on essays: see :func:`tasks.haystack.essay_files`."""
 
-    haystack: Literal["auto", "files", "word-lists"] = "auto"
+    haystack: str = "auto"
 
     family: ClassVar[str] = "niah"
     official_limit: ClassVar[int] = 128
     around: ClassVar[Literal["noise", "essays", "needles"]]
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Settings that mean nothing to this task: a group's do not reach it."""
     key_kind: ClassVar[str] = "words"
     value_kind: ClassVar[str] = "numbers"
     keys: ClassVar[int] = 1
@@ -47,9 +61,15 @@ class Niah(RulerTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self.name, "haystack", self.haystack, HAYSTACKS)
+        if self.haystack not in ("auto", "files", "word-lists") and not str(self.haystack).endswith((".txt", ".json")):
+            raise TaskError(
+                f"task {self.name}: haystack must be 'auto', 'files', 'word-lists' or the name of a .txt or .json file "
+                f"below haystack/, not {self.haystack!r}"
+            )
         if self.around != "essays" and self.haystack != "auto":
             raise TaskError(f"task {self.name} has a haystack of {self.around}: leave the setting haystack out")
+        if self.generator == "official" and self.haystack == "word-lists":
+            raise TaskError(f"task {self.name}: the official generator hides its needles in essays, not in word lists")
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -67,14 +87,16 @@ class Niah(RulerTask):
         if self.around == "essays":
             files = self._essay_files(sources)
             recipe["haystack"] = {file.name: fingerprint(file) for file in files} or "word-lists"
+            if self.generator == "official":
+                recipe["sentences"] = sentence_recipe()
         return recipe
 
     def check(self, sources: DataSources, context: int | None) -> None:
         super().check(sources, context)
         if files := self._essay_files(sources):
-            essays(files)
+            essay_text(files)
 
-    def draft(self, draws: Draws, conditions: Conditions) -> Draft:
+    def draft(self, index: int, draws: Draws, conditions: Conditions) -> Draft:
         words, rng = conditions.words, draws.stream("needles")
         taken: set[str] = set()
         entries = [
@@ -88,7 +110,7 @@ class Niah(RulerTask):
         single = self.queries * self.values == 1
         before, after, prefix = words.prompt(
             singular=single,
-            query=_listed([key for key, _ in asked]),
+            query=listed([key for key, _ in asked]),
             type_needle_v=self.value_kind[:-1] if single else self.value_kind,
         )
         references = tuple(value for _, values in asked for value in values)
@@ -119,13 +141,28 @@ class Niah(RulerTask):
         while True:
             yield self._needle(words, _fresh(self.key_kind, rng, taken), _fresh(self.value_kind, rng, taken))
 
+    def official(self, run: Run) -> Iterator[Parts]:
+        files = self._essay_files(run.sources)
+        return NiahScript(
+            run,
+            around=self.around,
+            key_kind=self.key_kind,
+            value_kind=self.value_kind,
+            keys=self.keys,
+            values=self.values,
+            queries=self.queries,
+            haystack=", ".join(file.name for file in files) or self.around,
+            essays=essay_text(files) if files else "",
+        ).samples()
+
     def _essay_files(self, sources: DataSources) -> list[Path]:
-        if self.around != "essays" or self.haystack == "word-lists":
+        if self.around != "essays":
             return []
-        files = sources.listing("haystack", "*.txt")
-        if self.haystack == "files" and not files:
+        files = essay_files(self.haystack, sources, f"task {self.name}")
+        if self.generator == "official" and not files:
             raise DataError(
-                f"task {self.name}: haystack is 'files', and the data folder {sources.data_dir} has no haystack/*.txt"
+                f"task {self.name}: the official generator needs essays: put haystack/{OFFICIAL_ESSAYS} or texts as "
+                "haystack/*.txt into the data folder"
             )
         return files
 
@@ -138,17 +175,11 @@ def _fresh(kind: str, rng: Random, taken: set[str]) -> str:
     return drawn
 
 
-def _listed(names: list[str]) -> str:
-    """``a``; ``a and b``; ``a, b, and c``."""
-    if len(names) < 3:
-        return " and ".join(names)
-    return f"{', '.join(names[:-1])}, and {names[-1]}"
-
-
 class NiahSingle1(Niah):
     name = "niah_single_1"
     summary = "one number in repeated noise"
     around = "noise"
+    unused = ("haystack",)
 
 
 class NiahSingle2(Niah):
@@ -175,12 +206,14 @@ class NiahMultikey2(Niah):
     name = "niah_multikey_2"
     summary = "one number among nothing but needles"
     around = "needles"
+    unused = ("haystack",)
 
 
 class NiahMultikey3(Niah):
     name = "niah_multikey_3"
     summary = "one uuid by its uuid among nothing but needles"
     around = "needles"
+    unused = ("haystack",)
     key_kind = "uuids"
     value_kind = "uuids"
 

@@ -6,6 +6,7 @@ A solved example with names and a value of its own stands before the text, as in
 from __future__ import annotations
 
 import string
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -14,6 +15,8 @@ from tasks.draws import Draws
 from tasks.fit import Draft, Parts
 from tasks.haystack import DEPTHS, Piece, Stack, haystack_draft, noise
 from tasks.ruler import Conditions, RulerTask
+from tasks.ruler_official import Run
+from tasks.ruler_official_vt import VariableTrackingScript
 from tasks.wording import Wording
 
 HOPS = 4
@@ -32,7 +35,7 @@ class VariableTracking(RulerTask):
     def parameters(self) -> dict[str, object]:
         return {"chains": 1, "hops": HOPS, "example_lines": EXAMPLE_LINES}
 
-    def draft(self, draws: Draws, conditions: Conditions) -> Draft:
+    def draft(self, index: int, draws: Draws, conditions: Conditions) -> Draft:
         words = conditions.words
         value, example_value = draws.stream("values").sample(range(10_000, 100_000), 2)
         frame, needles = _chain(words, draws.stream("chain"), value, NAME_LETTERS)
@@ -45,6 +48,9 @@ class VariableTracking(RulerTask):
             conditions.counter,
             conditions.room,
         )
+
+    def official(self, run: Run) -> Iterator[Parts]:
+        return VariableTrackingScript(run, HOPS, NAME_LETTERS, EXAMPLE_NAME_LETTERS).samples()
 
 
 def _chain(words: Wording, rng: Random, value: int, letters: int) -> tuple[Parts, list[tuple[int, str]]]:

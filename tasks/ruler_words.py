@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from random import Random
@@ -12,8 +12,10 @@ from random import Random
 from tasks.draws import Draws
 from tasks.fit import Draft, Parts, prompt_length
 from tasks.ruler import Conditions, RulerTask
+from tasks.ruler_official import SHORT_BELOW, Run
+from tasks.ruler_official_words import CommonWordsScript, FrequentWordsScript
 from tasks.tokens import TokenCounter
-from tasks.words import compound, word_lists
+from tasks.words import compound, numbered, word_lists
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,6 @@ class Repeats:
 
 LONG = Repeats(common=30, other=3, example_common=10, example_other=3, example_words=40)
 SHORT = Repeats(common=6, other=1, example_common=3, example_other=1, example_words=20)
-SHORT_BELOW = 4096
 COMMON_WORDS = 10
 
 ALPHA = 2.0
@@ -52,7 +53,7 @@ class CommonWords(RulerTask):
     def parameters(self) -> dict[str, object]:
         return {"common_words": COMMON_WORDS, "long": asdict(LONG), "short": asdict(SHORT), "short_below": SHORT_BELOW}
 
-    def draft(self, draws: Draws, conditions: Conditions) -> Draft:
+    def draft(self, index: int, draws: Draws, conditions: Conditions) -> Draft:
         repeats = SHORT if conditions.context < SHORT_BELOW else LONG
         # An entry is its number and its word: two tokens at least.
         vocabulary = _shuffled_words(draws.stream("words"), conditions.room // (2 * repeats.other) + 100)
@@ -63,9 +64,15 @@ class CommonWords(RulerTask):
         example = example_common * repeats.example_common + example_others * repeats.example_other
         draws.stream("example").shuffle(example)
         before, after, prefix = conditions.words.prompt()
-        solved = f"{before}{_numbered(example)}{after}{prefix} {_numbered(example_common)}"
+        solved = f"{before}{numbered(example)}{after}{prefix} {numbered(example_common)}"
         frame = Parts(f"{solved}\n{before}", after, prefix, tuple(common), {"haystack": "numbered words"})
         return WordListDraft(frame, others, repeats, draws, conditions.counter)
+
+    def official(self, run: Run) -> Iterator[Parts]:
+        chosen = SHORT if run.short else LONG
+        example = (chosen.example_common, chosen.example_other)
+        repeats = (chosen.common, chosen.other)
+        return CommonWordsScript(run, COMMON_WORDS, repeats, example, chosen.example_words).samples()
 
 
 class WordListDraft:
@@ -89,7 +96,7 @@ class WordListDraft:
     def parts(self, units: int) -> Parts:
         words = self.common + self.others[:units] * self.repeats.other
         self.draws.stream("order").shuffle(words)
-        return replace(self.frame, context=self.frame.context + _numbered(words))
+        return replace(self.frame, context=self.frame.context + numbered(words))
 
     def _entries(self, units: int) -> int:
         return len(self.common) + self.repeats.other * units
@@ -117,10 +124,6 @@ def _common(vocabulary: Sequence[str]) -> tuple[list[str], list[str]]:
     return common, [word for word in vocabulary if word not in common]
 
 
-def _numbered(words: Sequence[str]) -> str:
-    return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
-
-
 class FrequentWords(RulerTask):
     """Coded words whose frequencies fall with the square of their rank; the first rank is silence."""
 
@@ -133,13 +136,16 @@ class FrequentWords(RulerTask):
     def parameters(self) -> dict[str, object]:
         return {"alpha": ALPHA, "tokens_per_coded_word": TOKENS_PER_CODED_WORD, "letters": CODED_LETTERS}
 
-    def draft(self, draws: Draws, conditions: Conditions) -> Draft:
+    def draft(self, index: int, draws: Draws, conditions: Conditions) -> Draft:
         rng, coded = draws.stream("words"), {SILENCE: None}
         while len(coded) < max(conditions.context // TOKENS_PER_CODED_WORD, LEAST_VOCABULARY):
             coded["".join(rng.choices(string.ascii_lowercase, k=CODED_LETTERS))] = None
         before, after, prefix = conditions.words.prompt()
         frame = Parts(before, after, prefix, tuple(coded)[1:4], {"haystack": "coded words"})
         return FrequencyDraft(frame, list(coded), draws, conditions)
+
+    def official(self, run: Run) -> Iterator[Parts]:
+        return FrequentWordsScript(run, ALPHA, CODED_LETTERS, TOKENS_PER_CODED_WORD, SILENCE).samples()
 
 
 class FrequencyDraft:

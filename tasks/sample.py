@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, field
 class Sample:
     """One prompt with its references.
 
-    ``metric`` names a function of :mod:`tasks.metrics`; ``stop`` holds strings that end generation (cut off the
-    prediction); ``meta`` holds facts about this sample for the result row (needle depths, haystack kind ...), values
-    that JSON can carry.
+    ``metric`` names a function of :mod:`tasks.metrics`, and ``classes`` are the labels that a classification chooses
+    from; ``stop`` holds strings that end generation (cut off the prediction), but never within the first
+    ``min_new_tokens``; ``meta`` holds facts about this sample for the result row (needle depths, haystack kind ...),
+    values that JSON can carry.
     """
 
     task: str
@@ -32,6 +33,8 @@ class Sample:
     metric: str
     stop: tuple[str, ...] = ()
     chat: bool = True
+    classes: tuple[str, ...] = ()
+    min_new_tokens: int = 0
     meta: dict[str, object] = field(default_factory=dict)
 
     @property

@@ -12,6 +12,9 @@ class Tokenizer(Protocol):
     def __call__(self, text: Any, *, add_special_tokens: bool = True) -> Any:
         """A mapping whose ``input_ids`` is a list of ids, or a list of such lists for a list of strings."""
 
+    def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> Any:
+        """The text of a list of ids."""
+
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
         """The rendered text, with ``tokenize=False``. Not called where ``chat_template`` is missing or None."""
 

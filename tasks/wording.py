@@ -1,8 +1,8 @@
 """The words around RULER's haystacks: one wording built in, and the official one where the data folder has it.
 
-The official templates and answer prefixes are read from ``<data_dir>/ruler/templates.json`` and are not part of this
-package. What that file does not hold (the needle's sentence, the noise line, the form of an assignment) is ours in
-both wordings, unless the file gives it under the names used here.
+The official wording is not part of this package. Templates and answer prefixes are read from
+``<data_dir>/ruler/templates.json``, sentences that this file does not hold from where :mod:`tasks.ruler_sentences`
+finds them. A wording is official as a whole or our own as a whole, never a mixture.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from tasks.ruler_sentences import NAMES, find_sentences, in_singular, places
 from tasks.sources import DataError, DataSources, content_hash, read_json
 
 TEMPLATES = "ruler/templates.json"
@@ -44,6 +45,14 @@ OWN: dict[str, dict[str, str]] = {
         ),
         "answer_prefix": " The ten words with the most entries:",
     },
+    "qa": {
+        "template": (
+            "Some pages from an archive:\n\n{context}\n\n"
+            "Use these pages to reply in as few words as you can, with no sentence around them: {query}"
+        ),
+        "answer_prefix": " Reply:",
+        "document": "[Page {i}]\n{document}",
+    },
     "freq_words_extraction": {
         "template": (
             "A transmission of made-up words; dots stand for silence.\n{context}\n\n"
@@ -53,56 +62,68 @@ OWN: dict[str, dict[str, str]] = {
     },
 }
 
-BESIDE_OFFICIAL = {"niah": {"needle": "Among the special magic {type_needle_v} kept for {key} there is {value}."}}
-"""Where our own sentence would not go with the official question."""
-
 _PLACEHOLDERS = {
     "niah": {"context", "query", "type_needle_v", "key", "value"},
     "variable_tracking": {"context", "query", "num_v", "variable", "value", "source"},
     "common_words_extraction": {"context"},
+    "qa": {"context", "query", "i", "document"},
     "freq_words_extraction": {"context"},
 }
 
 
 @dataclass(frozen=True)
 class Wording:
-    """``source``: "own" or "official". Texts have placeholders in braces."""
+    """``source``: "own" or "official", then with the files it was read from. Texts have placeholders in braces."""
 
     source: str
     texts: dict[str, str]
+    files: tuple[str, ...] = ()
 
     @property
-    def sha256(self) -> str:
-        return content_hash(self.texts)
+    def recipe(self) -> dict[str, object]:
+        return {"source": self.source, "files": list(self.files), "sha256": content_hash(self.texts)}
+
+    @property
+    def meta(self) -> dict[str, object]:
+        where: dict[str, object] = {"wording_from": ", ".join(self.files)} if self.files else {}
+        return {"wording": self.source, **where}
 
     def text(self, name: str, **values: object) -> str:
         return fill(self.texts[name], **values)
 
     def prompt(self, singular: bool = False, **values: object) -> tuple[str, str, str]:
         """What stands before the haystack, what stands after it, and the answer prefix."""
-        before, after = self.texts["template"].split("{context}")
-        texts = (before, after, self.texts["answer_prefix"])
-        before, after, prefix = map(_in_singular, texts) if singular else texts
-        return fill(before, **values), fill(after, **values), fill(prefix, **values)
+        texts = (*self.texts["template"].split("{context}"), self.texts["answer_prefix"])
+        before, after, prefix = (fill(in_singular(text) if singular else text, **values) for text in texts)
+        return before, after, prefix
 
 
 def load_wording(family: str, choice: WordingChoice, sources: DataSources) -> Wording:
-    """``auto``: official where the data folder has it, else our own."""
+    """``auto``: official where the data folder has all of it, else our own."""
     path = sources.require(TEMPLATES, "the official wording") if choice == "official" else sources.find(TEMPLATES)
     if choice == "own" or path is None:
         return Wording("own", OWN[family])
     content = read_json(path)
     try:
         official = content["tasks"][family]
-        template, prefix = official["template"], official["answer_prefix"]
+        texts = {name: official[name] for name in ("template", "answer_prefix")}
     except (KeyError, TypeError) as error:
         raise DataError(f"{path}: tasks.{family} must have a template and an answer_prefix ({error!r})") from error
-    ours = OWN[family] | BESIDE_OFFICIAL.get(family, {})
-    texts = ours | {"template": template, "answer_prefix": prefix}
-    texts |= {name: official[name] for name in ours if name in official}
-    for name, text in texts.items():
-        _check(f"{path}: tasks.{family}.{name}", name, text, _PLACEHOLDERS[family])
-    return Wording("official", texts)
+    files: tuple[str, ...] = (TEMPLATES,)
+    _check(f"{path}: tasks.{family}", texts, _PLACEHOLDERS[family])
+    if NAMES[family]:
+        found = find_sentences(family, texts["template"], sources)
+        if found is None and choice == "auto":
+            return Wording("own", OWN[family])
+        if found is None:
+            raise DataError(
+                f"the official wording of {family} needs its {', '.join(NAMES[family])} beside {path}: none of "
+                f"{places(family)} is in the data folder; see docs/tasks.md"
+            )
+        sentences, file = found
+        _check(f"{file}: {family}", sentences, _PLACEHOLDERS[family])
+        texts, files = texts | sentences, (*files, file)
+    return Wording("official", texts, files)
 
 
 def fill(text: str, **values: object) -> str:
@@ -112,18 +133,14 @@ def fill(text: str, **values: object) -> str:
     return text
 
 
-def _in_singular(text: str) -> str:
-    # RULER's own rule, applied to the words of the template alone.
-    for plural, singular in ((r"\bSome\b", "A"), (r"\bare all\b", "is"), (r"\bare\b", "is")):
-        text = re.sub(plural, singular, text)
-    return text
-
-
-def _check(where: str, name: str, text: object, known: set[str]) -> None:
-    if not isinstance(text, str):
-        raise DataError(f"{where} must be text, not {text!r}")
-    unknown = set(re.findall(r"{(\w+)}", text)) - known
-    if unknown:
-        raise DataError(f"{where} has the unknown placeholder {', '.join(sorted(unknown))}; known: {sorted(known)}")
-    if name == "template" and text.count("{context}") != 1:
-        raise DataError(f"{where} must hold {{context}} exactly once")
+def _check(where: str, texts: dict[str, str], known: set[str]) -> None:
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise DataError(f"{where}.{name} must be text, not {text!r}")
+        unknown = set(re.findall(r"{(\w+)}", text)) - known
+        if unknown:
+            raise DataError(
+                f"{where}.{name} has the unknown placeholder {', '.join(sorted(unknown))}; known: {sorted(known)}"
+            )
+        if name == "template" and text.count("{context}") != 1:
+            raise DataError(f"{where}.{name} must hold {{context}} exactly once")

@@ -7,7 +7,7 @@ entries of its list of profanities.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
@@ -80,11 +80,27 @@ def sentences(rng: Random) -> Iterator[str]:
         yield re.sub(r"\b([Aa]) (?=[aeiouAEIOU])", r"\1n ", filled)
 
 
+def listed(names: Sequence[str]) -> str:
+    """``a``; ``a, and b``; ``a, b, and c``: RULER's way, two names included."""
+    return f"{', '.join(names[:-1])}, and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def numbered(words: Sequence[str]) -> str:
+    """``1. word 2. word`` ..."""
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
+
+
+@cache
+def raw_words(name: str) -> tuple[str, ...]:
+    """A list of wonderwords as it is, for the official generator."""
+    text = resources.files("wonderwords.assets").joinpath(f"{name}.txt").read_text(encoding="utf-8")
+    return tuple(line.rstrip() for line in text.splitlines())
+
+
 def _words(name: str) -> tuple[str, ...]:
     words = _entries(name) - _entries("profanitylist")
     return tuple(sorted(word for word in words if word.isascii() and " " not in word))
 
 
 def _entries(name: str) -> set[str]:
-    text = resources.files("wonderwords.assets").joinpath(f"{name}.txt").read_text(encoding="utf-8")
-    return {line.strip() for line in text.split("\n")} - {""}
+    return {word.strip() for word in raw_words(name)} - {""}

@@ -20,6 +20,8 @@ from pipeline.store import row_schema
 from tasks.sources import DataSources
 from workers.row import Row
 
+FEW_PROBLEMS = {"name": "gsm8k", "allow_partial": True}
+
 
 @pytest.fixture(autouse=True)
 def _stubs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +89,7 @@ def test_a_cell_is_the_same_where_no_number_can_change(tmp_path: Path, changes: 
     [
         {"models": [{"label": "tiny", "source": "other"}]},
         {"models": [{"label": "tiny", "source": "tiny", "dtype": "float32"}]},
-        {"models": [{"label": "tiny", "source": "tiny", "attention": "eager"}]},
+        {"models": [{"label": "tiny", "source": "tiny", "attention": "sdpa"}]},
         {"engine": {"row_width": 16}},
         {"protocol": {"question": "appended"}},
         {"contexts": [2048]},
@@ -107,7 +109,7 @@ def test_a_setting_and_a_budget_make_another_cell(tmp_path: Path) -> None:
 
 def test_seeds_that_change_nothing_collapse(tmp_path: Path, problems: Path) -> None:
     methods = ["full", "dice"]
-    unseeded = grid(tmp_path, problems, tasks=["gsm8k"], methods=methods, seeds=[0, 1, 2]).cells
+    unseeded = grid(tmp_path, problems, tasks=[FEW_PROBLEMS], methods=methods, seeds=[0, 1, 2]).cells
     assert [(cell.spec.method, cell.data_seed, cell.spec.method_seed) for cell in unseeded] == [
         ("full", 0, 0),
         ("dice", 0, 0),
@@ -124,7 +126,7 @@ def test_seeds_that_change_nothing_collapse(tmp_path: Path, problems: Path) -> N
 
 
 def test_a_task_has_no_more_samples_than_there_are(tmp_path: Path, problems: Path) -> None:
-    cells = grid(tmp_path, problems, tasks=["gsm8k"], samples=50).cells
+    cells = grid(tmp_path, problems, tasks=[FEW_PROBLEMS], samples=50).cells
     assert {(cell.context, cell.samples) for cell in cells} == {(0, 2)}
 
 

@@ -181,3 +181,66 @@ def test_every_problem_gets_a_line(tmp_path: Path) -> None:
         load_sweep(file)
     assert [field for field, _ in caught.value.problems] == ["samples", "budgets[0]"]
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_relative_file_starts_from_the_sweep_files_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    entry = {"name": "own", "file": "own.jsonl", "metric": "qa_f1", "max_new_tokens": 4}
+    write(tmp_path, tasks=[entry])
+    loaded = load_sweep(Path("..") / "sweep.yaml")
+    assert Path(loaded.tasks[0].settings["file"]).resolve() == tmp_path / "own.jsonl"
+
+
+# Groups
+
+
+@pytest.mark.parametrize(
+    ("group", "settings", "count", "first", "last"),
+    [
+        ("ruler", {}, 13, "niah_single_1", "qa_2"),
+        ("ruler-11", {}, 11, "niah_single_1", "fwe"),
+        ("longbench", {"max_length": 3500}, 16, "narrativeqa", "repobench-p"),
+        ("longbench-12", {"max_length": 3500}, 12, "narrativeqa", "samsum"),
+        ("longbench-e", {"max_length": 3500}, 13, "qasper_e", "repobench-p_e"),
+    ],
+)
+def test_a_group_stands_for_its_members(
+    tmp_path: Path, group: str, settings: dict[str, Any], count: int, first: str, last: str
+) -> None:
+    loaded = load_sweep(
+        write(tmp_path, tasks=[{"name": group, "samples": 3, "max_new_tokens": 5, **settings}, "gsm8k"])
+    )
+    *members, alone = loaded.tasks
+    assert (len(members), members[0].name, members[-1].name) == (count, first, last)
+    assert {(task.samples, task.place, task.group) for task in members} == {(3, 0, group)}
+    assert all(task.settings == {"max_new_tokens": 5, **settings} for task in members)
+    assert (alone.name, alone.place, alone.group) == ("gsm8k", 1, "")
+
+
+def test_members_of_a_group_get_the_settings_that_they_have(tmp_path: Path) -> None:
+    loaded = load_sweep(write(tmp_path, tasks=[{"name": "ruler-11", "haystack": "word-lists", "wording": "own"}]))
+    settings = {task.name: task.settings for task in loaded.tasks}
+    assert settings["niah_single_2"] == {"haystack": "word-lists", "wording": "own"}
+    assert settings["niah_single_1"] == settings["vt"] == {"wording": "own"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (["vt", "ruler"], "tasks: vt is listed twice, by itself and in ruler"),
+        (["ruler", "vt"], "tasks: vt is listed twice, in ruler and by itself"),
+        (["ruler", "ruler-11"], "tasks: niah_single_1 is listed twice, in ruler and in ruler-11"),
+        (["vt", "vt"], "tasks: vt is listed twice"),
+        (["gsm8k", {"name": "ruler", "wordng": "own"}], "tasks[1]: task ruler: there is no setting 'wordng' (did you"),
+        ([{"name": "ruler", "wording": "odd"}], "tasks[0]: ruler: task niah_single_1: wording must be one of"),
+        (["longbench"], "tasks[0]: longbench: task narrativeqa: max_length is required"),
+        (
+            [{"name": "longbench", "max_length": 99, "contexts": [9]}],
+            "tasks[0].contexts: narrativeqa has lengths of its",
+        ),
+        (["rulr"], "tasks[0]: there is no task 'rulr' (did you mean ruler"),
+    ],
+)
+def test_a_bad_group_is_named(tmp_path: Path, tasks: list[Any], said: str) -> None:
+    assert complaint(tmp_path, tasks=tasks).startswith(said)

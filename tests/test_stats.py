@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -264,6 +266,15 @@ def test_an_interval_that_holds_zero_is_within_noise() -> None:
     assert compared.macro.interval is not None
     assert compared.macro.interval.holds(0.0)
     assert compared.verdict == "within noise"
+
+
+def test_a_verdict_needs_the_corrected_p_value_too() -> None:
+    compared = stats.compare({"a": plain([1.0] * 12)}, {"a": plain([0.0] * 6 + [1.0] * 6)})
+    assert compared.p is not None
+    assert compared.p <= 0.05
+    assert compared.verdict == "better"
+    assert dataclasses.replace(compared, p_holm=0.05).verdict == "better"
+    assert dataclasses.replace(compared, p_holm=0.06).verdict == "within noise"
 
 
 def test_equal_scores_are_within_noise_with_p_one() -> None:

@@ -7,14 +7,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from word_tokenizer import WordTokenizer
 
 from tasks import gsm8k
-from tasks.metrics import score
+from tasks.metrics import details, score
 from tasks.numbers import extract
 from tasks.prompt import render
 from tasks.registry import get_task
@@ -45,7 +44,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 def samples(sources: DataSources, count: int = 3, **settings: Any) -> list[Sample]:
-    return get_task("gsm8k", settings).samples(WordTokenizer(), sources, None, 0, count, 0)
+    return get_task("gsm8k", {"allow_partial": True, **settings}).samples(WordTokenizer(), sources, None, 0, count, 0)
 
 
 # Extraction
@@ -59,19 +58,21 @@ def test_extraction_agrees_with_the_published_verdicts(shared_data: Path) -> Non
         case
         for case in cases
         if score("gsm8k_flexible", case["solution"], [case["gold"].replace(",", "")]) != case["is_correct"]
+        or gsm8k.score(case["solution"], case["gold"]) != case["is_correct"]
     ]
     assert wrong == []
 
 
 def test_every_reference_solution_states_its_answer(shared_data: Path) -> None:
     sources = DataSources(shared_data)
-    made = samples(sources, count=2000)
+    made = samples(sources, count=2000, allow_partial=False)
     lines = (shared_data / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     solutions = [json.loads(line)["answer"] for line in lines]
     assert len(made) == len(solutions) == get_task("gsm8k").available(sources) == 1319
     for sample, solution in zip(made, solutions, strict=True):
         assert score("gsm8k_flexible", solution, sample.references) == 1
         assert score("gsm8k_strict", solution, sample.references) == 1
+        assert gsm8k.score(solution, solution) == gsm8k.score(f"It is {sample.references[0]}.", solution) == 1
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,32 @@ def test_extraction_never_fails(text: str) -> None:
     assert found.strict is None or found.has_marker
 
 
+@pytest.mark.parametrize(
+    ("prediction", "strict", "flexible", "marker", "number"),
+    [
+        ("#### 18", 1, 1, 1, 1),
+        ("so 18", 0, 1, 0, 1),
+        ("The answer is 18 after 3 days", 1, 0, 1, 1),
+        ("The answer is eighteen", 0, 0, 1, 0),
+        ("", 0, 0, 0, 0),
+    ],
+)
+@pytest.mark.parametrize("metric", ["gsm8k_flexible", "gsm8k_strict"])
+def test_every_run_tells_all_rates_whichever_is_the_score(
+    metric: str, prediction: str, strict: float, flexible: float, marker: float, number: float
+) -> None:
+    told = {"strict": strict, "flexible": flexible, "marker": marker, "number": number}
+    assert details(metric, prediction, ["18"]) == told
+    assert score(metric, prediction, ["18"]) == told[metric.removeprefix("gsm8k_")]
+
+
+def test_a_reference_is_a_number_or_a_solution() -> None:
+    assert gsm8k.score("1001.00 in all", "Easy.\n#### 1,001") == gsm8k.score("1001", "1,001") == 1
+    assert gsm8k.score("I do not know", "4") == gsm8k.score("", "4") == 0
+    with pytest.raises(DataError, match="no line '#### NUMBER'"):
+        gsm8k.score("4", "four")
+
+
 # Prompts
 
 
@@ -172,43 +199,45 @@ def test_the_references_score_1_and_nothing_scores_0(data_dir: Path) -> None:
 def test_samples_are_the_first_ones_and_no_more_than_there_are(data_dir: Path) -> None:
     sources = DataSources(data_dir)
     assert samples(sources, count=2) == samples(sources, count=9)[:2]
-    assert len(samples(sources, count=9)) == get_task("gsm8k").available(sources) == 3
+    assert len(samples(sources, count=9)) == get_task("gsm8k", {"allow_partial": True}).available(sources) == 3
 
 
 # Data
 
 
-def test_a_missing_file_is_named_and_the_hub_does_not_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: pytest.fail("the Hub was asked"))
+def test_a_missing_file_is_named(tmp_path: Path, data_dir: Path) -> None:
+    (data_dir / "gsm8k" / "cot_8shot.json").unlink()
+    with pytest.raises(DataError, match=r"task gsm8k with shots: 8 needs the file .*cot_8shot\.json"):
+        get_task("gsm8k", {"shots": 8}).recipe(DataSources(data_dir))
+    (data_dir / "gsm8k" / "test.jsonl").unlink()
     for ask in (get_task("gsm8k").recipe, get_task("gsm8k").available):
-        with pytest.raises(DataError, match=f"{tmp_path}/gsm8k/test.jsonl, which is not there"):
+        with pytest.raises(DataError, match=r"task gsm8k needs the file .*gsm8k/test\.jsonl"):
             ask(DataSources(tmp_path))
-    with pytest.raises(DataError, match=r"cot_8shot\.json, and no data folder is given"):
-        get_task("gsm8k", {"shots": 8}).recipe(DataSources())
 
 
-def test_the_hub_is_asked_for_the_pinned_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load_dataset(*args: str, **more: str) -> list[dict[str, str]]:
-        asked.append((args, more))
-        return RECORDS
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    made = samples(DataSources(), revision="abc123")
-    assert [sample.references for sample in made] == [("4",), ("1001",), ("-1",)]
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test", "revision": "abc123"})]
-    recipe = get_task("gsm8k", {"revision": "abc123"}).recipe(DataSources())
-    assert recipe["problems"] == "openai/gsm8k@abc123"
+def test_a_short_file_is_refused_unless_it_is_meant(data_dir: Path) -> None:
+    sources = DataSources(data_dir)
+    for ask in (lambda task: task.check(sources, None), lambda task: task.available(sources)):
+        with pytest.raises(DataError, match=r"test\.jsonl has 3 problems, and the test split has 1,319.*allow_partial"):
+            ask(get_task("gsm8k"))
+    assert {sample.meta["split"] for sample in samples(sources)} == {"3 of 1,319 problems"}
 
 
-def test_an_unreachable_hub_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*args: str, **more: str) -> None:
-        raise ConnectionError("no network")
+def test_a_file_with_more_than_the_test_split_is_refused(data_dir: Path) -> None:
+    lines = [json.dumps({"question": f"{n}?", "answer": f"#### {n}"}) for n in range(1320)]
+    (data_dir / "gsm8k" / "test.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"has 1,320 problems"):
+        get_task("gsm8k", {"allow_partial": True}).check(DataSources(data_dir), None)
+    (data_dir / "gsm8k" / "test.jsonl").write_text("\n".join(lines[:1319]))
+    [sample] = get_task("gsm8k").samples(WordTokenizer(), DataSources(data_dir), None, 0, 1, 0)
+    assert sample.meta["split"] == "complete"
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DataError, match=r"no network.*Give a data folder that holds gsm8k/test\.jsonl"):
-        get_task("gsm8k", {"revision": "unreachable"}).check(DataSources(), None)
+
+def test_a_repeated_question_is_named_with_its_twin(data_dir: Path) -> None:
+    twin = {"question": f" {RECORDS[1]['question']}", "answer": "#### 7"}
+    (data_dir / "gsm8k" / "test.jsonl").write_text("\n".join(map(json.dumps, [*RECORDS, twin])))
+    with pytest.raises(DataError, match=r"test\.jsonl, problem 4 asks what problem 2 asks"):
+        get_task("gsm8k").check(DataSources(data_dir), None)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +267,7 @@ def test_a_malformed_record_is_named(line: str, message: str, data_dir: Path) ->
 def test_malformed_exemplars_are_named(change: dict[str, Any], message: str, data_dir: Path) -> None:
     (data_dir / "gsm8k" / "cot_8shot.json").write_text(json.dumps(EXEMPLARS | change))
     with pytest.raises(DataError, match=f"cot_8shot.json {message}"):
-        get_task("gsm8k", {"shots": 8}).check(DataSources(data_dir), None)
+        get_task("gsm8k", {"shots": 8, "allow_partial": True}).check(DataSources(data_dir), None)
 
 
 def test_the_recipe_knows_data_shots_metric_and_limit(data_dir: Path) -> None:
@@ -255,7 +284,7 @@ def test_the_recipe_knows_data_shots_metric_and_limit(data_dir: Path) -> None:
     [
         ({"shots": 5}, "shots must be one of 0, 8, not 5"),
         ({"extraction": "loose"}, "extraction must be one of"),
-        ({"revision": ""}, "revision must be a commit"),
+        ({"allow_partial": "yes"}, "allow_partial must be one of False, True, not 'yes'"),
         ({"max_new_tokens": "many"}, "max_new_tokens must be a whole number"),
     ],
 )

@@ -41,9 +41,10 @@ def test_the_official_answers_score_1_and_half_of_them_half(shared_data: Path) -
             assert string_match_all(", ".join(answers[::2]), answers) == pytest.approx(0.5)
 
 
-@given(metric=st.sampled_from(sorted(METRICS)), prediction=st.text(), references=st.lists(st.just("7"), min_size=1))
-def test_scores_lie_between_0_and_1(metric: str, prediction: str, references: list[str]) -> None:
-    assert 0 <= score(metric, prediction, references) <= 1
+@given(metric=st.sampled_from(sorted(METRICS)), prediction=st.text(), count=st.integers(1, 3))
+def test_scores_lie_between_0_and_1(metric: str, prediction: str, count: int) -> None:
+    reference = "Paragraph 7" if metric == "retrieval" else "7"
+    assert 0 <= score(metric, prediction, [reference] * count, classes=["7", "17"]) <= 1
 
 
 def test_an_unknown_metric_is_refused_with_the_nearest_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from word_tokenizer import WordTokenizer
 
+from tasks.groups import RULER_SYNTHETIC
 from tasks.haystack import DEPTHS, Piece, Stack, essays
 from tasks.metrics import score
 from tasks.prompt import prompt_overhead, render
-from tasks.registry import get_task, task_names
+from tasks.registry import get_task
+from tasks.ruler import METRIC_OF
 from tasks.ruler_words import frequencies
 from tasks.sample import Sample
 from tasks.sources import DataError, DataSources, content_hash
@@ -27,7 +30,7 @@ from tasks.task import ContextTooSmall, TaskError
 from tasks.wording import OWN, load_wording
 from tasks.words import word_lists
 
-RULER = [name for name in task_names() if get_task(name).contextual]
+RULER = list(RULER_SYNTHETIC)
 NIAH = [name for name in RULER if name.startswith("niah")]
 ESSAYS = [
     "niah_single_2",
@@ -56,6 +59,14 @@ TEMPLATES = {
         "freq_words_extraction": {"template": "Code. {context}\nTop three?", "answer_prefix": " Top:"},
     }
 }
+SENTENCES = {
+    "niah": {"needle": "Odd {type_needle_v} of {key}: {value}!", "noise": "Hum. Hum. Hum."},
+    "variable_tracking": {
+        "noise": "Hum. Hum. Hum.",
+        "assign": "{variable} <- {value}",
+        "copy": "{variable} <- {source}",
+    },
+}
 
 
 def samples(name: str, context: int = 1500, count: int = 3, seed: int = 0, **more: Any) -> list[Sample]:
@@ -68,6 +79,7 @@ def data_dir(tmp_path: Path) -> Path:
     """A data folder with a wording and a haystack of its own."""
     (tmp_path / "ruler").mkdir()
     (tmp_path / "ruler" / "templates.json").write_text(json.dumps(TEMPLATES))
+    (tmp_path / "ruler" / "sentences.json").write_text(json.dumps(SENTENCES))
     (tmp_path / "haystack").mkdir()
     (tmp_path / "haystack" / "b.txt").write_text("The  second file\ncame late. " * 30)
     (tmp_path / "haystack" / "a.txt").write_text("Mr. Ames read the first file. It was short! Was it?\n\n" * 10)
@@ -299,6 +311,7 @@ def test_one_needle_is_asked_for_in_the_singular_and_more_in_the_plural(data_dir
 def test_the_data_folders_wording_is_used_where_it_is_given(name: str, data_dir: Path) -> None:
     [sample] = samples(name, count=1, sources=DataSources(data_dir))
     assert sample.meta["wording"] == "official"
+    assert str(sample.meta["wording_from"]).startswith("ruler/templates.json")
     assert re.match(r"\n(What (is|are)|Who is|Top)", sample.question)
     [own] = samples(name, count=1, sources=DataSources(data_dir), wording="own")
     assert own.meta["wording"] == "own"
@@ -318,8 +331,9 @@ def test_nothing_built_in_repeats_the_official_wording(shared_data: Path) -> Non
         words = [re.findall(r"\w+", text.lower()) for text in texts]
         return {tuple(text[start : start + 5]) for text in words for start in range(len(text) - 4)}
 
+    sources = DataSources(shared_data)
     ours = runs([text for family in OWN.values() for text in family.values()])
-    theirs = runs([text for family in official.values() for text in (family["template"], family["answer_prefix"])])
+    theirs = runs([text for family in official for text in load_wording(family, "official", sources).texts.values()])
     assert ours
     assert not ours & theirs
 
@@ -392,7 +406,7 @@ def test_an_essay_haystack_begins_at_a_sentence_drawn_per_sample_and_repeats_whe
 
 
 def test_files_are_asked_for_by_name_or_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no haystack/\*\.txt"):
+    with pytest.raises(DataError, match=r"neither haystack/PaulGrahamEssays\.json nor haystack/\*\.txt"):
         get_task("niah_single_2", {"haystack": "files"}).check(DataSources(tmp_path), 1024)
     (tmp_path / "haystack").mkdir()
     (tmp_path / "haystack" / "empty.txt").write_text(" \n")
@@ -478,3 +492,13 @@ def test_a_byte_pair_tokenizer_is_filled_as_closely(smollm2: Any) -> None:
                 prompt = render(sample, smollm2, question)
                 length = len(prompt.ids) + len(prompt.appended) + sample.max_new_tokens
                 assert 0.95 * 2048 <= length <= 2048, (name, question)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METRIC_OF)
+def test_500_samples_of_32k_take_5_minutes_of_one_core_at_most(name: str, smollm2: Any, shared_data: Path) -> None:
+    chosen = {"allow_partial": True} if name.startswith("qa") else {}
+    began = time.process_time()
+    made = get_task(name, chosen).samples(smollm2, DataSources(shared_data), 32_768, 0, 10, 30)
+    assert len(made) == 10
+    assert (time.process_time() - began) / 10 * 500 < 300

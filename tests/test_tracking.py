@@ -225,6 +225,20 @@ def test_a_repaired_configuration_is_no_longer_failed(folder: Path, output: Outp
     assert "error_type" not in run.data.tags
 
 
+def test_a_limited_sweep_is_tagged_partial_until_it_is_complete(folder: Path) -> None:
+    cell = make_cell("full", "100%", "vt", 4)
+
+    def tags(limit: int | None, rows: int) -> set[str]:
+        sweep = sweep_in(folder, limit=limit)
+        cells = [{**cell, "asked": limit or 4}]
+        replay(None, sweep, cells, build_report(make_rows(cell, [0.5] * rows), cells, sweep), [])
+        parent, [one] = runs_in(folder)
+        return {parent.data.tags["partial"], one.data.tags["partial"]}
+
+    assert tags(2, 2) == {"yes"}
+    assert tags(None, 4) == {"no"}
+
+
 def test_a_sweep_that_continues_goes_on_in_its_own_run(folder: Path, output: Output) -> None:
     sweep = sweep_in(folder)
     for _ in range(2):

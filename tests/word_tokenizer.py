@@ -30,9 +30,9 @@ class WordTokenizer:
         assert self.chat_template is not None
         return self.chat_template.replace("{content}", conversation[0]["content"].strip())
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         texts = list(self.vocabulary)
-        return "".join(texts[token] for token in ids)
+        return "".join(texts[token] for token in ids if token or not skip_special_tokens)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         ids = [self.vocabulary.setdefault(token, len(self.vocabulary)) for token in _TOKEN.findall(text)]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from kvcache.budget import Budget
 from kvcache.method import Method, method_class
-from tasks.metrics import score
+from tasks.metrics import details, score
 from tasks.prompt import render
 from tasks.sample import Sample
 from workers.engine import Engine
-from workers.fork import Fork, Generation, Prompt
+from workers.fork import FAULTS, Fork, Generation, Prompt
 from workers.job import CellSpec, Job
 from workers.models import LoadedModel
 from workers.row import Row
@@ -29,7 +28,10 @@ def run_job(model: LoadedModel, job: Job) -> Iterator[Row]:
             yield failed.pop()
         sample, cell = generation.prompt.key, generation.fork.key
         row = _row(job, sample, cell)
-        _fill(row, model, sample, generation)
+        try:
+            _fill(row, model, sample, generation)
+        except FAULTS as error:
+            row = _failed(_row(job, sample, cell), error)
         yield row
     yield from failed
 
@@ -47,7 +49,7 @@ def _prompts(
             continue
         try:
             prompt = render(sample, model.tokenizer, job.protocol.question, job.protocol.chat_template)
-        except ValueError as error:
+        except FAULTS as error:
             failed.extend(_failed(_row(job, sample, cell), error) for cell, _ in pending)
             continue
         forks = [Fork(cell, method, Budget.parse(cell.budget), _seed(cell, sample)) for cell, method in pending]
@@ -57,8 +59,9 @@ def _prompts(
             prompt.appended,
             sample.max_new_tokens,
             forks,
-            sample.stop,
-            job.protocol.budget_base,
+            stop=sample.stop,
+            min_new_tokens=sample.min_new_tokens,
+            base=job.protocol.budget_base,
         )
 
 
@@ -100,8 +103,9 @@ def _fill(row: Row, model: LoadedModel, sample: Sample, generation: Generation) 
     if generation.error or generation.budget is None:
         row.status, row.error = "failed", generation.error
         return
-    row.prediction = _text(model.tokenizer, generation)
-    row.score = score(sample.metric, row.prediction, sample.references)
+    row.prediction = generation.text(model.tokenizer)
+    row.score = score(sample.metric, row.prediction, sample.references, sample.classes)
+    row.details = json.dumps(details(sample.metric, row.prediction, sample.references))
     row.output_tokens, row.finish_reason = len(generation.tokens), generation.finish_reason
     row.decode_s, row.batch_rows = generation.decode_s, generation.batch_rows
     _fill_memory(row, model, generation)
@@ -125,13 +129,6 @@ def _fill_memory(row: Row, model: LoadedModel, generation: Generation) -> None:
     compared = row.kv_bytes_prefill if budget.base == "prompt" else row.kv_bytes_peak
     bounded = generation.fork.method.bounded and budget.base == "prompt"
     row.over_budget = not budget.unlimited and max(compared, row.kv_bytes_peak * bounded) > row.budget_bytes
-
-
-def _text(tokenizer: Any, generation: Generation) -> str:
-    """What was generated, cut off before the first stop string."""
-    text: str = tokenizer.decode(generation.tokens, skip_special_tokens=True)
-    ends = [text.find(stop) for stop in generation.prompt.stop if stop in text]
-    return text[: min(ends)] if ends else text
 
 
 def _failed(row: Row, error: Exception) -> Row:

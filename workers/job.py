@@ -21,7 +21,8 @@ class ModelSpec:
     label: str
     source: str
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    attention: str = "auto"
+    attention: Literal["auto", "sdpa"] = "auto"
+    """Of prefill: torch's scaled dot product attention, which ``auto`` means too. Decode has kernels of its own."""
     revision: str | None = None
     trust_remote_code: bool = False
 

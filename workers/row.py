@@ -43,7 +43,9 @@ class Row:
     references: list[str] = field(default_factory=list)
     score: float | None = None
     metric: str = ""
+    details: str = "{}"  # further figures on the prediction: tasks.metrics.details
     sample_index: int = 0
+    sample_limit: int = 0  # of the run that made the row (--limit); 0: none. A cell's completeness counts its rows
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reason: str = ""  # stop | length

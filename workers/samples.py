@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tasks.cache import prepare
-from tasks.prompt import prompt_overhead, uses_chat
+from tasks.prompt import prompt_overhead, render, uses_chat
 from tasks.registry import get_task
 from tasks.sample import Sample
 from tasks.sources import DataSources
+from tasks.task import TaskError
 from workers.description import cache_folder, describe
 from workers.job import ModelSpec, Protocol
 
@@ -28,23 +29,49 @@ class SampleRequest:
     data_seed: int
     count: int
     data_dir: Path | None
+    data_cache: Path | None = None
 
 
 def make_samples(request: SampleRequest) -> list[Sample]:
-    """Read them from the cache, or make them. Raises :class:`tasks.task.TaskError` where that cannot be done."""
+    """Read them from the cache, or make them.
+
+    Raises :class:`tasks.task.TaskError` where that cannot be done, or where a prompt with its answer is longer than the
+    model's positions: a context length is checked when a sweep is planned, a task's own lengths only here.
+    """
     task = get_task(request.task, request.settings)
     tokenizer = _tokenizer(request.model)
-    return prepare(
+    model = describe(request.model)
+    samples = prepare(
         task,
         tokenizer,
-        describe(request.model).tokenizer_fingerprint,
-        DataSources(request.data_dir),
+        model.tokenizer_fingerprint,
+        DataSources(request.data_dir, request.data_cache),
         request.context or None,
         request.data_seed,
         request.count,
         prompt_overhead(tokenizer, uses_chat(task.chat, request.protocol.chat_template)),
         cache_folder() / "samples",
     )
+    if not task.contextual:
+        for sample in samples:
+            _check_length(sample, tokenizer, request.protocol, model.max_positions)
+    return samples
+
+
+def _check_length(sample: Sample, tokenizer: Any, protocol: Protocol, positions: int) -> None:
+    prompt = render(sample, tokenizer, protocol.question, protocol.chat_template)
+    tokens = len(prompt.ids) + len(prompt.appended)
+    if tokens + sample.max_new_tokens > positions:
+        raise TaskError(
+            f"task {sample.task}, sample {sample.index}{_record(sample)}: a prompt of {tokens} tokens and "
+            f"{sample.max_new_tokens} to generate are more than the model's {positions}; set max_length where the task "
+            "has it, or take a model with a longer context"
+        )
+
+
+def _record(sample: Sample) -> str:
+    """The name that the data gives this sample, where it has one."""
+    return f" ({sample.meta['id']})" if "id" in sample.meta else ""
 
 
 @lru_cache(maxsize=1)
