@@ -44,10 +44,13 @@ class Method(ABC):
     name: ClassVar[str]
     version: ClassVar[int]
     """Raised with every change that can move a number: rows of another version are other cells."""
-    stochastic: ClassVar[bool] = False
-    """Whether two seeds can give two results on the same prompt."""
     bounded: ClassVar[bool] = False
     """Whether the method itself keeps generated tokens within the budget."""
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether two seeds can give two results on the same prompt."""
+        return False
 
     def observes(self) -> Observations:
         return Observations()

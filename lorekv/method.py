@@ -36,7 +36,6 @@ class LoreKV(PromptEvictor):
 
     name: ClassVar[str] = "lorekv"
     version: ClassVar[int] = 1
-    stochastic: ClassVar[bool] = True
 
     window: int = 32
     particles: int = 4
@@ -53,6 +52,10 @@ class LoreKV(PromptEvictor):
             raise ValueError(f"mix is between 0 and 1, not {self.mix}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, not {self.temperature}")
+
+    @property
+    def stochastic(self) -> bool:
+        return self.particles > 0 and self.mix > 0
 
     @property
     def protected_ends(self) -> tuple[int, int]:

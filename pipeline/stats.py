@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import cos, pi, sin, sqrt, tan
+from math import sqrt
 from statistics import NormalDist
 
 import numpy as np
@@ -205,24 +205,10 @@ def between_seeds(means: Sequence[float]) -> Interval | None:
 
 
 def t_quantile(freedom: int) -> float:
-    """The two-sided 95 % point of Student's t, by bisection on its closed form (Abramowitz and Stegun 26.7.3-4)."""
+    """The two-sided 95 % point of Student's t."""
+    from scipy.special import stdtrit  # takes a while to import, and one seed needs none of it
 
-    def within(angle: float) -> float:
-        if freedom == 1:
-            return 2 * angle / pi
-        odd = freedom % 2
-        term = cos(angle) if odd else 1.0
-        series = term
-        for power in range(3 if odd else 2, freedom - 1, 2):
-            term *= (power - 1) / power * cos(angle) ** 2
-            series += term
-        return 2 / pi * (angle + sin(angle) * series) if odd else sin(angle) * series
-
-    low, high = 0.0, pi / 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle) < CONFIDENCE else (low, middle)
-    return sqrt(freedom) * tan(low)
+    return float(stdtrit(freedom, 0.5 + CONFIDENCE / 2))
 
 
 def minimum_detectable_effect(samples: Sequence[int], spread: float = 0.4, power: float = 0.8) -> float:

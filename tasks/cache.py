@@ -15,9 +15,10 @@ import json
 import logging
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tasks.sample import Sample
@@ -50,9 +51,19 @@ def prepare(
         with _alone(path):
             samples = _read(path, count)
             if samples is None:
-                samples = task.samples(tokenizer, sources, context, seed, count, overhead)
+                samples = _told_apart(task.samples(tokenizer, sources, context, seed, count, overhead))
                 _write(path, samples)
     return samples[:count]
+
+
+def _told_apart(samples: list[Sample]) -> list[Sample]:
+    """Data may hold the same question twice: each is a sample of its own, and its results are kept by its id."""
+    seen: Counter[str] = Counter()
+    apart = []
+    for sample in samples:
+        apart.append(replace(sample, repeat=seen[sample.sample_id]))
+        seen[sample.sample_id] += 1
+    return apart
 
 
 @contextmanager

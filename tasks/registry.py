@@ -7,7 +7,7 @@ as :class:`tasks.task.Task` says. No name may stand for two things.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
@@ -22,10 +22,7 @@ from tasks.ruler_vt import VariableTracking
 from tasks.ruler_words import CommonWords, FrequentWords
 from tasks.task import Task, TaskError, UnknownTask, nearest, refuse_unknown_settings
 
-__all__ = [
-    *("Task", "TaskDescription", "TaskError", "UnknownTask"),
-    *("describe_tasks", "example_task", "get_task", "group_settings", "task_names"),
-]
+__all__ = ["Task", "TaskError", "UnknownTask", "example_task", "get_task", "group_settings", "task_names"]
 
 ENTRY_POINTS = "kvsweep.tasks"
 
@@ -49,17 +46,6 @@ _TASKS: dict[str, type[Any]] = {
         NeedleGrid,
     )
 } | longbench.TASKS
-
-
-@dataclass(frozen=True)
-class TaskDescription:
-    """A line of a listing."""
-
-    name: str
-    summary: str
-    metric: str
-    max_new_tokens: int
-    contextual: bool
 
 
 def get_task(name: str, settings: dict[str, Any] | None = None) -> Task:
@@ -95,13 +81,6 @@ def task_names() -> list[str]:
 def example_task(name: str) -> Task:
     """A task to describe: with the settings that its class gives as ``example`` where some are required."""
     return get_task(name, getattr(_task_class(name), "example", None))
-
-
-def describe_tasks() -> list[TaskDescription]:
-    tasks = [example_task(name) for name in task_names()]
-    return [
-        TaskDescription(task.name, task.summary, task.metric, task.generation_limit, task.contextual) for task in tasks
-    ]
 
 
 def _settings(name: str) -> list[str]:

@@ -19,8 +19,8 @@ class Sample:
 
     ``metric`` names a function of :mod:`tasks.metrics`, and ``classes`` are the labels that a classification chooses
     from; ``stop`` holds strings that end generation (cut off the prediction), but never within the first
-    ``min_new_tokens``; ``meta`` holds facts about this sample for the result row (needle depths, haystack kind ...),
-    values that JSON can carry.
+    ``min_new_tokens``; ``repeat`` is how many samples before this one ask the same; ``meta`` holds facts about this
+    sample for the result row (needle depths, haystack kind ...), values that JSON can carry.
     """
 
     task: str
@@ -35,11 +35,12 @@ class Sample:
     chat: bool = True
     classes: tuple[str, ...] = ()
     min_new_tokens: int = 0
+    repeat: int = 0
     meta: dict[str, object] = field(default_factory=dict)
 
     @property
     def sample_id(self) -> str:
-        """Hash of everything that reaches the model or the metric; not of ``index`` and ``meta``."""
+        """Hash of everything that reaches the model or the metric, and of ``repeat``; not of ``index`` and ``meta``."""
         content = asdict(self)
         del content["index"], content["meta"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

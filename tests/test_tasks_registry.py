@@ -7,7 +7,9 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from word_tokenizer import WordTokenizer
@@ -15,7 +17,7 @@ from word_tokenizer import WordTokenizer
 from tasks.cache import prepare
 from tasks.draws import Draws
 from tasks.metrics import METRICS
-from tasks.registry import UnknownTask, describe_tasks, get_task, task_names
+from tasks.registry import UnknownTask, example_task, get_task, task_names
 from tasks.sample import Sample
 from tasks.sources import DataError, DataSources, fingerprint, read_text
 from tasks.tokens import TokenCounter
@@ -28,8 +30,9 @@ def prepared(folder: Path, count: int, seed: int = 0, context: int = 600, tokeni
 
 def test_planning_imports_nothing_heavy() -> None:
     check = (
-        "import sys; from tasks.registry import describe_tasks, get_task; from tasks.sources import DataSources;"
-        "describe_tasks(); get_task('niah_single_2').recipe(DataSources());"
+        "import sys; from tasks.registry import example_task, get_task, task_names;"
+        "from tasks.sources import DataSources; [example_task(name).metric for name in task_names()];"
+        "get_task('niah_single_2').recipe(DataSources());"
         "print(sorted({'torch', 'transformers', 'datasets', 'numpy', 'ray'} & set(sys.modules)))"
     )
     root = Path(__file__).resolve().parents[1]
@@ -38,13 +41,13 @@ def test_planning_imports_nothing_heavy() -> None:
 
 
 def test_every_task_describes_itself() -> None:
-    described = {entry.name: entry for entry in describe_tasks()}
-    assert list(described) == task_names()
-    for entry in described.values():
-        assert entry.metric in METRICS
-        assert entry.summary
-    assert described["gsm8k"].max_new_tokens == 512
-    assert not described["gsm8k"].contextual
+    for name in task_names():
+        task = example_task(name)
+        assert task.name == name
+        assert task.metric in METRICS
+        assert task.summary
+    assert example_task("gsm8k").generation_limit == 512
+    assert not example_task("gsm8k").contextual
 
 
 def test_an_unknown_task_is_refused_with_the_nearest_names() -> None:
@@ -54,6 +57,19 @@ def test_an_unknown_task_is_refused_with_the_nearest_names() -> None:
 
 def test_tasks_are_values() -> None:
     assert get_task("vt", {"max_new_tokens": 9}) == get_task("vt", {"max_new_tokens": 9}) != get_task("vt")
+
+
+def test_equal_questions_are_samples_of_their_own(tmp_path: Path) -> None:
+    class Twice(type(get_task("vt"))):  # type: ignore[misc]
+        def samples(self, *arguments: Any) -> list[Sample]:
+            first = Sample("vt", 0, "context", "question", "", ("a",), 8, "string_match_all")
+            return [first, replace(first, index=1), replace(first, index=2, question="another")]
+
+    arguments = Twice(), WordTokenizer(), "t", DataSources(), 600, 0, 3, 10, tmp_path
+    made, read = prepare(*arguments), prepare(*arguments)
+    assert made == read
+    assert [sample.repeat for sample in made] == [0, 1, 0]
+    assert len({sample.sample_id for sample in made}) == 3
 
 
 def test_streams_differ_by_purpose_and_identity_and_repeat() -> None:

@@ -71,7 +71,8 @@ def _check_length(sample: Sample, tokenizer: Any, protocol: Protocol, positions:
 
 def _record(sample: Sample) -> str:
     """The name that the data gives this sample, where it has one."""
-    return f" ({sample.meta['id']})" if "id" in sample.meta else ""
+    name = sample.meta.get("_id", sample.meta.get("id"))
+    return f" ({name})" if name else ""
 
 
 @lru_cache(maxsize=1)
