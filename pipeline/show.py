@@ -12,9 +12,10 @@ from rich.table import Table
 
 from kvcache.method import method_class, method_names
 from pipeline.estimate import Estimate
-from pipeline.plan import Cell, Plan
+from pipeline.plan import Cell, Plan, limited
 from pipeline.progress import duration
 from pipeline.run import Finished
+from pipeline.stats import minimum_detectable_effect
 from tasks.groups import GROUPS, SUMMARIES
 from tasks.registry import example_task, task_names
 
@@ -42,6 +43,7 @@ def show_plan(plan: Plan, left: Estimate, peaks: dict[str, int], all_cells: bool
         highlight=False,
     )
     out.print(f"time: {_time(plan, left)}", highlight=False)
+    out.print(f"smallest difference that shows: {_detectable(plan)}", highlight=False)
     if plan.limit is not None:
         out.print(f"partial: the first {_count(plan.limit, 'sample')} of each cell (--limit)", highlight=False)
     show_data(plan.grid.data)
@@ -148,6 +150,16 @@ def _impossible(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
         if cell.impossible:
             by_reason[cell.impossible].append(cell)
     return by_reason
+
+
+def _detectable(plan: Plan) -> str:
+    """By model and length; prompts of several data seeds are prompts like any others."""
+    prompts: dict[tuple[str, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for group in plan.grid.groups:
+        prompts[group.model.label, group.context][group.task.name] += limited(group.samples, plan.limit)
+    effects = [100 * minimum_detectable_effect(list(counts.values())) for counts in prompts.values()]
+    span = f"{min(effects):.1f}" if max(effects) - min(effects) < 0.05 else f"{min(effects):.1f} to {max(effects):.1f}"
+    return f"{span} points of a macro-average, in four sweeps of five, where a method changes 16 % of the answers"
 
 
 def _time(plan: Plan, left: Estimate) -> str:
