@@ -44,6 +44,7 @@ class PromptEvictor(Method):
         return f"{self.name} must keep {needed} protected tokens, and {left}"
 
     def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
+        """The ``scores`` of each prompt; methods that run the model again score prompts together."""
         return [self.scores(prefill, seed) for prefill, seed in zip(prefills, seeds, strict=True)]
 
     def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:

@@ -83,6 +83,11 @@ class Method(ABC):
     def settings(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    @property
+    def identity(self) -> list[Any]:
+        """Everything about the method that can change a number: what a cell's hash takes of it."""
+        return [self.name, self.version, self.settings()]
+
 
 class UnknownMethod(ValueError):
     """A method name that no installed package provides."""

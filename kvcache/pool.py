@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ class MemoryBreakdown:
     """Bytes of one row by kind, read off the tensors that hold them.
 
     ``workspace`` are copies that outlive a step; ``slack`` is what the allocator holds beyond the row's tokens (free
-    slots of its pages); ``charged`` is what the method's own rule says, 0 where it has none.
+    slots of its pages); ``charged`` is what the method's own rule says, 0 where it has none; ``host`` is what the
+    method keeps in host memory besides.
     """
 
     full_precision: int = 0
@@ -34,10 +36,11 @@ class MemoryBreakdown:
     workspace: int = 0
     slack: int = 0
     charged: int = 0
+    host: int = 0
 
     @property
     def held(self) -> int:
-        """What counts against the budget: everything but slack, workspace and the charged figure."""
+        """What counts against the budget: everything but slack, workspace, host memory and the charged figure."""
         return self.full_precision + self.codes + self.quantization + self.positions + self.scores + self.tables
 
 
@@ -114,6 +117,10 @@ class FamilyPool(ABC):
     def peak_held(self, row: int) -> int:
         """Most bytes the row ever held; of a cache that only grows, what it holds now."""
         return self.memory(row).held
+
+    def facts(self, row: int) -> dict[str, Any]:
+        """What the method resolved for the row and did to it, as JSON: a column of its result."""
+        return {}
 
     @abstractmethod
     def allocated_bytes(self) -> int:

@@ -19,7 +19,8 @@ from pipeline.results import Condition, Configuration, Result, Summary, TaskResu
 if TYPE_CHECKING:
     import pandas as pd
 
-DEPTH, BIN = "depth", "bin"
+DEPTH, GRID, BIN = "depth", "grid", "bin"
+"""``grid`` is how many depths a task has; samples may be too few to reach all of them."""
 MOST_DEPTHS = 40
 """Samples at more depths than these have no grid: each lies at a depth of its own."""
 
@@ -41,6 +42,7 @@ class View:
     score: float
     """Of what is scored."""
     depths: Mapping[float, Part]
+    grid: int
     bins: Mapping[str, Part]
     details: Mapping[str, Part]
     at_limit: Part
@@ -116,6 +118,7 @@ def _view(result: Result, task: TaskResult, rows: pd.DataFrame) -> View:
         task=task,
         score=fmean(scores),
         depths=_parts(((fact.get(DEPTH), score) for fact, score in zip(facts, scores, strict=True)), int | float),
+        grid=max((int(fact.get(GRID, 0)) for fact in facts), default=0),
         bins=_parts((fact.get(BIN), score) for fact, score in zip(facts, scores, strict=True)),
         details=_parts(pair for text in rows["details"] for pair in _object(text).items()),
         at_limit=Part(float((rows["finish_reason"] == "length").mean()), len(rows)),
@@ -142,7 +145,8 @@ def _grid(task: str, condition: Condition, views: Sequence[View]) -> Grid:
     by_method: dict[Configuration, list[View]] = {}
     for view in sorted(views, key=lambda view: not view.result.configuration.is_baseline):
         by_method.setdefault(replace(view.result.configuration, condition=condition), []).append(view)
-    panels = tuple(_panel(mine, len(lengths) * len(depths)) for mine in by_method.values())
+    places = len(lengths) * max(len(depths), *(view.grid for view in views))
+    panels = tuple(_panel(mine, places) for mine in by_method.values())
     return Grid(task, condition, lengths, depths, panels)
 
 

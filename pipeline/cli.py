@@ -116,6 +116,22 @@ def replay(
 
 
 @app.command()
+def diagnostics(
+    file: Annotated[Path, typer.Argument(help="A diagnostics file, such as one of jobs/diagnostics/.", metavar="FILE")],
+    text: Annotated[list[Path] | None, typer.Option("--text", help="A text to read, beside the file's.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="A model's source in place of the file's.")] = None,
+    conditions: Annotated[str | None, typer.Option("--conditions", help="Some of the file's, such as R0,R3.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="The first N traces.")] = None,
+    output: Annotated[str | None, typer.Option("--output", help="A folder in place of the file's.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Look into QEvict's cache beside the full one: missed mass, churn, tier mass, score agreement, revival."""
+    from pipeline import diagnose
+
+    diagnose.diagnostics(file, diagnose.Asked(tuple(text or ()), model, conditions, limit, output))
+
+
+@app.command()
 def methods(debug: Debug = False) -> None:
     """List the methods with their settings."""
     from pipeline import show

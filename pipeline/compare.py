@@ -47,7 +47,7 @@ def compare(
     """First minus second on the samples both have, for every pair that agrees in all that neither selection names.
 
     A selection is ``METHOD``, ``METHOD@BUDGET``, or ``field=value`` with commas between (model, context, method,
-    budget, question, budget_base, growth, chat_template). Raises :class:`CompareError`; so it does where the two are
+    budget and protocol). Raises :class:`CompareError`; so it does where the two are
     the same but for their protocols, unless ``allow_protocols``.
     """
     wanted, other = _selection(first), _selection(second)

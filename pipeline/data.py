@@ -127,7 +127,8 @@ def _chosen(names: Sequence[str]) -> list[DataSet]:
         return [entry for entry in DATA_SETS if fetchable(entry)]
     chosen: dict[str, DataSet] = {}
     for name in names:
-        found = [entry for task in GROUPS.get(name, (name,)) for entry in sets_for(task)]
+        found = [entry for entry in DATA_SETS if set(GROUPS[name]) & set(entry.tasks)] if name in GROUPS else []
+        found = found or list(sets_for(name))
         if not found:
             if name in GROUPS or name in task_names():
                 raise SweepProblem(f"{name} needs no data")

@@ -35,6 +35,7 @@ def failed_rows(plan: Plan, work: Work, samples: Iterable[Sample], error: str) -
             question=protocol.question,
             growth=protocol.growth,
             chat_template=protocol.chat_template,
+            answer_prefix=protocol.answer_prefix,
             dtype=group.model.dtype,
             attention=group.model.attention,
             row_width=sweep.engine.row_width,

@@ -29,7 +29,9 @@ def protocol_words(condition: Condition) -> str:
         "bound their whole cache",
         "prompt+max_new": "a budget is for prompt and generated tokens together",
     }.get(condition.budget_base, f"budget base {condition.budget_base}")
-    words = (question, budget, f"chat template {condition.chat_template}")
+    words = [question, budget, f"chat template {condition.chat_template}"]
+    if condition.answer_prefix != "stripped":
+        words.append(f"answer prefix {condition.answer_prefix}")
     return f"Protocol: {'; '.join(words)}."
 
 

@@ -49,7 +49,7 @@ def describe(result: Result) -> dict[str, str]:
 def macro_metrics(summary: Summary) -> dict[str, float]:
     """``macro/METHOD/BUDGET`` with ``macro_low`` and ``macro_high``; model, context, protocol in it if they differ."""
     conditions = [board.condition for board in summary.boards]
-    fields = ("model", "context", "question", "budget_base", "growth", "chat_template")
+    fields = ("model", "context", "question", "budget_base", "growth", "chat_template", "answer_prefix")
     telling = [name for name in fields if len({getattr(condition, name) for condition in conditions}) > 1]
     metrics: dict[str, float] = {}
     for result in summary.results:

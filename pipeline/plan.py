@@ -157,6 +157,11 @@ class Plan:
         return sum(self.asked(cell) for cell in self.grid.cells)
 
     @property
+    def impossible(self) -> list[str]:
+        """Why some cells cannot run, each reason once."""
+        return list(dict.fromkeys(cell.impossible for cell in self.grid.cells if cell.impossible))
+
+    @property
     def pending(self) -> int:
         return sum(job.pairs for job in self.jobs)
 
@@ -213,7 +218,7 @@ def cell_id(
         "attention": group.model.attention,
         "engine": asdict(sweep.engine),
         "protocol": asdict(sweep.protocol),
-        "method": [method.name, method.version, method.settings()],
+        "method": method.identity,
         "budget": str(budget),
         "task": [task.name, task.version, recipe],
         "context": group.context,

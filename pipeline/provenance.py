@@ -30,6 +30,8 @@ class TaskFacts:
     prompt_tokens: tuple[int, int, int]
     """Least, median, most."""
     facts: Mapping[str, tuple[str, ...]]
+    benchmark_size: int
+    """Samples that the published benchmark has; 0 where it has no number of its own."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def _task_facts(task: str, context: int, rows: pd.DataFrame) -> TaskFacts:
     facts = _distinct(samples["sample_meta"])
     told = {key: values for key, values in facts.items() if len(values) <= FEW_VALUES}
     metrics = tuple(sorted(set(samples["metric"].astype(str)) - {""}))
-    return TaskFacts(task, context, metrics, len(samples), spread, told)
+    size = max((int(json.loads(text).get("benchmark_size", 0)) for text in samples["sample_meta"]), default=0)
+    return TaskFacts(task, context, metrics, len(samples), spread, told, size)
 
 
 def _distinct(texts: Any) -> dict[str, tuple[str, ...]]:

@@ -10,7 +10,7 @@ from pipeline.partition import Scores
 from pipeline.stats import Comparison, Estimate, Macro
 
 BASELINE = "full"
-PROTOCOL = ("question", "budget_base", "growth", "chat_template")
+PROTOCOL = ("question", "budget_base", "growth", "chat_template", "answer_prefix")
 
 State = Literal["complete", "partial", "incomplete", "mixed numerics", "impossible", "not planned"]
 """``partial``: all that the last run's ``--limit`` asked for, and less than the cell has."""
@@ -26,6 +26,7 @@ class Condition:
     budget_base: str
     growth: str
     chat_template: str
+    answer_prefix: str
 
     @property
     def protocol(self) -> dict[str, str]:
@@ -81,6 +82,7 @@ class Memory:
     budget_bytes: float
     charged_bytes: float
     workspace_bytes: float
+    host_bytes: float
     over_budget: int
     rows: int
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from pipeline.errors import SweepProblem
 from pipeline.estimate import COLUMNS, Costs, estimate
 from pipeline.lease import Lease
 from pipeline.outputs import save_plan
@@ -125,6 +126,8 @@ def run_sweep(
     with Lease(opened.store.folder) as lease:
         plan, costs, rows = opened.plan(options)
         save_plan(opened.store, opened.file.read_text(encoding="utf-8"), plan.manifest())
+        if not plan.total:
+            raise SweepProblem(f"{opened.file}: nothing can run: {'; '.join(plan.impossible)}")
         if not plan.jobs:
             on_plan()
             return Finished(plan, Outcome(()), failed_pairs(plan, rows))

@@ -49,6 +49,14 @@ def flags(summary: Summary, rows: pd.DataFrame, tasks: Sequence[TaskFacts], swee
     if own:
         text = f"Prompts in kvsweep's own words, so scores are not comparable with published ones: {', '.join(own)}."
         found.append(Flag("note", "Own wording", text))
+    short = [
+        f"{task.task} {task.samples:,} of {task.benchmark_size:,}"
+        for task in tasks
+        if task.samples < task.benchmark_size
+    ]
+    if short:
+        text = f"Scores over a part of the benchmark, not to be put beside published ones: {', '.join(short)}."
+        found.append(Flag("warning", "Part of a benchmark", text))
     if summary.rows_outside:
         text = f"{summary.rows_outside:,} rows of the output belong to cells or samples outside this plan; not shown."
         found.append(Flag("note", "Rows outside the plan", text))
@@ -62,7 +70,7 @@ def _board_flags(board: Board) -> Iterator[Flag]:
         text = f"{where}: the full cache was not run, so no method is compared with it."
         yield Flag("warning", "No baseline", text)
     elif board.baseline.macro.value is None:
-        text = f"{where}: the full cache has no score on every task ({board.baseline.macro_refused} tasks complete)."
+        text = f"{where}: the full cache has no score on every task: {board.baseline.macro_refused}."
         yield Flag("warning", "Baseline incomplete", text)
     else:
         low = [

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MEMORY_MEANS = [
     *("share_prefill", "share_end", "share_peak", "kv_bytes_prefill", "kv_bytes_end", "kv_bytes_peak"),
-    *("budget_bytes", "charged_bytes", "workspace_bytes"),
+    *("budget_bytes", "charged_bytes", "workspace_bytes", "host_bytes"),
 ]
 COST_MEDIANS = ["prefill_s", "compress_s", "decode_s", "output_tokens", "batch_rows", "ttft_s", "tpot_s"]
 USED = [
@@ -31,7 +31,13 @@ USED = [
     *("status", "error", "score", "scored", "numerics", "finished_at", "over_budget", "peak_device_bytes", "timing"),
     *(*MEMORY_MEANS, *COST_MEDIANS),
 ]
-PROTOCOL_DEFAULTS = {"question": "compressed", "budget_base": "prompt", "growth": "grow", "chat_template": "auto"}
+PROTOCOL_DEFAULTS = {
+    "question": "compressed",
+    "budget_base": "prompt",
+    "growth": "grow",
+    "chat_template": "auto",
+    "answer_prefix": "stripped",
+}
 
 
 def summarize(rows: pd.DataFrame, cells: Sequence[Mapping[str, Any]], protocol: Mapping[str, str]) -> Summary:
@@ -220,6 +226,7 @@ def _memory(scored: pd.DataFrame) -> Memory:
         budget_bytes=float(means["budget_bytes"]),
         charged_bytes=float(means["charged_bytes"]),
         workspace_bytes=float(means["workspace_bytes"]),
+        host_bytes=float(means["host_bytes"]),
         over_budget=int(scored["over_budget"].sum()),
         rows=len(scored),
     )

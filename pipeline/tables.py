@@ -119,7 +119,7 @@ def _main_cells(result: Result, board: Board, seeds: bool) -> Iterable[Cell]:
         yield from [Cell(NOTHING, tone="muted")] * 5
     else:
         yield from (Cell(share(value)) for value in (memory.share_prefill, memory.share_end, memory.share_peak))
-        yield Cell(size(memory.workspace_bytes))
+        yield Cell(size(memory.workspace_bytes), f"+ {size(memory.host_bytes)} on the host" * (memory.host_bytes > 0))
         yield Cell(str(memory.over_budget), tone="warning" if memory.over_budget else "")
     yield Cell(f"{result.scored:,}", "" if result.scored == result.expected else f"of {result.expected:,}")
     yield Cell(str(result.failed), tone="warning" if result.failed else "")
@@ -183,7 +183,7 @@ def _record(result: Result, tasks: Iterable[str]) -> dict[str, Any]:
     record |= {"verdict": against.verdict if against else ""}
     for key in ("share_prefill", "share_end", "share_peak", "bytes_prefill", "bytes_end", "bytes_peak"):
         record[f"kv_{key}"] = getattr(memory, key) if memory else None
-    for key in ("budget_bytes", "charged_bytes", "workspace_bytes", "over_budget"):
+    for key in ("budget_bytes", "charged_bytes", "workspace_bytes", "host_bytes", "over_budget"):
         record[key] = getattr(memory, key) if memory else None
     record |= {"scored": result.scored, "expected": result.expected, "failed": result.failed}
     record |= {"partial": result.partial}

@@ -10,23 +10,26 @@ codes and the tokens that arrive between two routing events come on top, so the 
 
 ``strict``: the budget covers all that is held at any moment. Every window's table entries are charged; the recent
 region is charged at its largest (whole windows leave it, and a whole window of new tokens arrives before the next
-event); and a promoted window, whose codes stay allocated, takes one quantised slot besides its full-precision one.
+event); and a promoted window whose codes stay allocated takes one quantised slot besides its full-precision one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from decimal import Decimal
-from math import floor
+from decimal import Decimal, InvalidOperation
+from math import ceil, floor
 from typing import Literal
 
 from kvcache.budget import ResolvedBudget
 from kvcache.layout import LayerLayout
 
 Accounting = Literal["strict", "paper"]
+Promotion = Literal["residency", "none", "exact"]
 
 TABLE_BYTES = 9
 """Per window slot and layer: int32 window number, fp32 score, one byte (tokens held, or whether promoted)."""
+NORM_BYTES = 4
+"""And, for the p-norm ranker, an fp32 norm of what earlier events brought."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,14 @@ class WindowBytes:
 @dataclass(frozen=True)
 class Capacities:
     """Windows one layer may hold: ``full`` (K_f), ``quantized`` (K_q), and full-precision slots that sinks and the
-    recent region need besides."""
+    ``recent`` tokens need besides; and whether and how a quantised window may become a full one again."""
 
     full: int
     quantized: int
     protected_slots: int
     strict: bool
+    recent: int
+    promotion: Promotion = "residency"
 
 
 def window_bytes(window: int, bits: int, layer: LayerLayout, element_bytes: int) -> WindowBytes:
@@ -54,6 +59,24 @@ def window_bytes(window: int, bits: int, layer: LayerLayout, element_bytes: int)
     codes = window * (layer.key_dim + layer.value_dim) * bits // 8
     scales = 2 * 2 * layer.key_dim + 2 * 2 * window
     return WindowBytes(window * layer.token_bytes(element_bytes), layer.kv_heads * (codes + scales))
+
+
+def recent_share(recent: str) -> Decimal:
+    """``25%`` as 0.25. Raises ValueError for anything but a share between 0 and 100 %."""
+    try:
+        share = Decimal(recent.strip().removesuffix("%").strip()) / 100
+    except InvalidOperation:
+        share = Decimal(0)
+    if not recent.strip().endswith("%") or not 0 < share < 1:
+        raise ValueError(f"recent is a number of tokens or a share of the budget such as 25%, not {recent!r}")
+    return share
+
+
+def recent_tokens(recent: int | str, budget: ResolvedBudget, window: int) -> int:
+    """The recent region asked for, in tokens: a share of the budget's tokens comes in whole windows (App. F.1)."""
+    if isinstance(recent, int):
+        return recent
+    return max(1, -(-ceil(recent_share(recent) * budget.tokens) // window)) * window
 
 
 def capacities(
@@ -68,6 +91,9 @@ def capacities(
     recent: int,
     share: Decimal,
     accounting: Accounting,
+    promotion: Promotion = "residency",
+    table_bytes: int = TABLE_BYTES,
+    fill_full_first: bool = False,
 ) -> Capacities | None:
     """Resolve one layer's budget of ``layer_budget`` bytes; None when it cannot hold sinks and recent tokens.
 
@@ -75,24 +101,26 @@ def capacities(
     """
     strict = accounting == "strict"
     token = layer.token_bytes(element_bytes)
-    sink_slots = -(-sinks // window)
     recent_most = recent + 2 * window - 1
-    protected_slots = sink_slots + -(-recent_most // window)
+    protected_slots = -(-sinks // window) + -(-recent_most // window)
     windows = -(-(budget.prompt_tokens + budget.new_tokens) // window)
-    if budget.unlimited and share == 0:
-        return Capacities(windows, 0, protected_slots, strict)
+
+    def held(full: int, quantized: int) -> Capacities:
+        return Capacities(min(full, windows), min(quantized, windows), protected_slots, strict, recent, promotion)
+
+    if budget.unlimited and (share == 0 or fill_full_first):
+        return held(windows, 0)
     size = window_bytes(window, bits, layer, element_bytes)
     if strict:
-        history = layer_budget - (sinks + recent_most) * token - protected_slots * TABLE_BYTES
-        full, quantized = size.full + TABLE_BYTES, size.quantized + TABLE_BYTES
+        history = layer_budget - (sinks + recent_most) * token - protected_slots * table_bytes
+        size = WindowBytes(size.full + table_bytes, size.quantized + table_bytes)
     else:
         history = (layer_budget // token - sinks - recent) * token
-        full, quantized = size.full, size.quantized
     if history < 0:
         return None
-    return Capacities(
-        min(floor((1 - share) * history / full), windows),
-        min(floor(share * history / quantized), windows),
-        protected_slots,
-        strict,
-    )
+    full, quantized = floor((1 - share) * history / size.full), floor(share * history / size.quantized)
+    ever = max(0, (budget.prompt_tokens + budget.new_tokens - sinks - recent) // window)
+    if fill_full_first and full + quantized >= ever and size.full > size.quantized:
+        full = min(ever, (history - ever * size.quantized) // (size.full - size.quantized))
+        quantized = ever - full
+    return held(full, quantized)

@@ -1,19 +1,14 @@
 """The tiered family: QEvict's cache for all rows of a batch (§4.3, Algorithm 1).
 
-Windows sit in fixed slots, several slots to a page of about 64 tokens:
-
-    full     keys, values [L, P, H_kv, s, Ω, d]                      sinks | recent | F
-    ledger   packed codes, fp16 scales and offsets, promoted flag    Q, and F that was promoted
-
-A window's codes are written once, at its first demotion. Promotion changes a flag: the promoted window is by the
-paper's rule the same low-bit content, so it is read where it lies and nothing is copied; attention does not care about
-order. Demoting it again clears the flag. Eviction frees the slot, codes included.
+A row comes with its prompt's windows in their tiers, or with the whole prompt where the first eviction comes later.
+Every step attends to both tiers in place, and what windows receive ranks them at the next routing event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,105 +16,118 @@ from torch import Tensor
 from kvcache.budget import ResolvedBudget
 from kvcache.kernels.paged_attention import PagePartials, attend_pages, merge_pages
 from kvcache.pool import Compressed, FamilyPool, MemoryBreakdown, PoolShape
-from kvcache.prefill import LayerPrefill
-from kvcache.quant import quantize
-from kvcache.rotary import unrotate
-from qevict.capacity import TABLE_BYTES, Capacities, window_bytes
+from qevict.capacity import Capacities, window_bytes
 from qevict.kernels.code_attention import CodePages, attend_code_pages
-from qevict.routing import EVICTED, FULL, QUANTIZED, UNTOUCHED, assign_tiers, nth_free
-from qevict.slots import FREE, SINK, Where, WindowSlots, slots_per_page
+from qevict.kernels.tiered_attention import FullPages, PageTables, attend_tiers, fuses, rotary_rows
+from qevict.routing import EVICTED, assign_tiers
+from qevict.slots import FREE
+from qevict.tiers import RowSlots, Tiers
+from qevict.window_scores import key_norms
+
+if TYPE_CHECKING:
+    from qevict.method import QEvict
 
 PAGES_AT_ONCE = 64
 """Ledger pages whose keys are dequantised at a time: the workspace, which does not outlive the product."""
 
-EVERY_LAYER = slice(0, None)
-
 
 @dataclass
 class TieredCompressed(Compressed):
-    """``scores`` [L, W]: what each window received during prefill, the incomplete last one included."""
+    """``scores`` [L, W]: what the prompt leaves each window with, the incomplete last one included."""
 
     scores: Tensor
     budget: ResolvedBudget
     room: Capacities
+    method: QEvict
 
 
 @dataclass
-class _Row:
-    """A row's pages in both tiers, and how many of their slots it may use."""
+class _Row(RowSlots):
+    """A row's slots, its capacities, and what routing did so far; ``first`` is how many tokens it holds when first
+    routed."""
 
-    full_pages: Tensor
-    code_pages: Tensor
-    full_slots: int
-    code_slots: int
     room: Capacities
+    method: QEvict
     prompt_tokens: int
+    first: int
+    promoted: Tensor
+    evicted: Tensor
     peak: int = 0
+
+    def is_due(self, tokens: int) -> bool:
+        return tokens >= self.first and (tokens - self.first) % self.method.window == 0
 
 
 class TieredPool(FamilyPool):
     """Full-precision windows and a ledger of low-bit windows, for growing layers of one shape."""
 
-    def __init__(self, shape: PoolShape, window: int, sinks: int, recent: int, bits: int) -> None:
+    def __init__(
+        self, shape: PoolShape, window: int, sinks: int, bits: int, ranking: str = "attention", originals: bool = False
+    ) -> None:
+        """``ranking``: what a step does to scores: ``attention``, ``p_norm`` or ``key_norm``."""
         super().__init__(shape)
-        self.window, self.sinks, self.recent, self.bits = window, sinks, recent, bits
-        self.layout = layout = shape.layers[0]
+        self.window, self.sinks, self.bits, self.ranking = window, sinks, bits, ranking
+        self.layout = shape.layers[0]
         self.layers = len(shape.layers)
-        heads, slots = layout.kv_heads, slots_per_page(window)
-        self.full = WindowSlots(
-            self.layers,
-            window,
-            shape.device,
-            {
-                "keys": ((heads, slots, window, layout.key_dim), shape.dtype),
-                "values": ((heads, slots, window, layout.value_dim), shape.dtype),
-                "fill": ((slots,), torch.uint8),
-            },
-        )
-        self.ledger = WindowSlots(
-            self.layers,
-            window,
-            shape.device,
-            {
-                "key_codes": ((heads, layout.key_dim, slots, window * bits // 8), torch.uint8),
-                "key_scale": ((heads, layout.key_dim, slots), torch.float16),
-                "key_offset": ((heads, layout.key_dim, slots), torch.float16),
-                "value_codes": ((heads, slots, window, layout.value_dim * bits // 8), torch.uint8),
-                "value_scale": ((heads, slots, window), torch.float16),
-                "value_offset": ((heads, slots, window), torch.float16),
-                "promoted": ((slots,), torch.bool),
-            },
-        )
+        self._fused = fuses(self.layout, window, shape.device)
+        self.tiers = Tiers(shape, window, sinks, bits, norm=ranking == "p_norm", originals=originals)
+        self.full, self.ledger = self.tiers.full, self.tiers.ledger
+        self._every_layer = slice(0, self.layers)
         self._held: dict[int, _Row] = {}
         self._tail_page = torch.zeros(self.layers, shape.rows, dtype=torch.int64, device=shape.device)
         self._tail_place = torch.zeros_like(self._tail_page)
-        self._rotary = torch.zeros(2, 0, layout.key_dim // 2, window, device=shape.device)
         self._arrange()
+
+    @property
+    def _rotary(self) -> Tensor:
+        return self.tiers.rotary
 
     # -- a row comes and goes ------------------------------------------------------------------------------------------
 
     def expect(self, coming: Sequence[Compressed]) -> None:
-        needed = [self._slots_of(one) for one in coming if isinstance(one, TieredCompressed)]
-        self.full.arena.reserve(sum(self.full.pages(full) for full, _ in needed))
-        self.ledger.arena.reserve(sum(self.ledger.pages(codes) for _, codes in needed))
+        self.tiers.reserve([self._slots_of(one) for one in coming if isinstance(one, TieredCompressed)])
 
     def _store(self, row: int, compressed: Compressed) -> None:
         assert isinstance(compressed, TieredCompressed)
-        prefill = compressed.prefill
-        self._extend_rotary(compressed.budget.prompt_tokens + compressed.budget.new_tokens)
-        full_slots, code_slots = self._slots_of(compressed)
-        pages = self.full.take(full_slots), self.ledger.take(code_slots)
-        self._held[row] = held = _Row(*pages, full_slots, code_slots, compressed.room, prefill.tokens)
-        self._write_sinks(held, prefill.layers)
-        self._first_assignment(row, prefill.layers, compressed.scores)
+        prefill, method = compressed.prefill, compressed.method
+        self.tiers.extend_rotary(compressed.budget.prompt_tokens + compressed.budget.new_tokens)
+        slots = self.tiers.take(*self._slots_of(compressed))
+        none = torch.zeros((), dtype=torch.int64, device=self.shape.device)
+        first = prefill.tokens + method.eviction_delay
+        self._held[row] = held = _Row(
+            slots.full_pages,
+            slots.code_pages,
+            slots.full_slots,
+            slots.code_slots,
+            compressed.room,
+            method,
+            prefill.tokens,
+            first,
+            none,
+            none,
+        )
+        self.tiers.write_sinks(held, prefill.layers)
+        self._first_assignment(row, compressed)
         if (prefill.tokens - self.sinks) % self.window == 0:
-            self._open_window(row, prefill.tokens, EVERY_LAYER)
+            self._open_window(row, prefill.tokens, self._every_layer)
         self._arrange()
 
+    def _first_assignment(self, row: int, compressed: TieredCompressed) -> None:
+        """Every window of the prompt gets its tier; recent ones, the incomplete last one included, stay full, and so
+        do all of them until the first eviction."""
+        held, scores = self._held[row], compressed.scores
+        windows = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+        candidate = windows < (self._boundary(row, held.prompt_tokens) if held.is_due(held.prompt_tokens) else 0)
+        tiers = assign_tiers(scores, windows, candidate, torch.zeros_like(candidate), held.room)
+        held.evicted = (tiers == EVICTED).sum()
+        for index, layer in enumerate(compressed.prefill.layers):
+            last = self.tiers.write_prompt(held, index, layer, tiers[index], scores[index])
+            self._point_tail(row, slice(index, index + 1), last)
+        if held.is_due(held.prompt_tokens):
+            self._decay(held, self._every_layer)
+
     def _free(self, row: int) -> None:
-        held = self._held.pop(row)
-        self.full.give_back(held.full_pages)
-        self.ledger.give_back(held.code_pages)
+        self.tiers.give_back(self._held.pop(row))
         self._arrange()
 
     def _arrange(self) -> None:
@@ -132,59 +140,13 @@ class TieredPool(FamilyPool):
             rows[pages] = row
             order.append((pages * len(heads) + heads[:, None]).flatten())
         self._row_of_page = rows
+        if self._fused:
+            full = {row: held.full_pages for row, held in self._held.items()}
+            codes = {row: held.code_pages for row, held in self._held.items()}
+            self._tables = PageTables.of(self.shape.rows, full, codes, self.shape.device)
+            self._rotary_rows = rotary_rows(self._rotary, self.shape.dtype)
         self._owners = (rows[:, None] * len(heads) + heads).flatten()
         self._order = torch.cat(order)
-
-    def _extend_rotary(self, positions: int) -> None:
-        """The model's tables by window, [2, W, d / 2, Ω]: both halves of a table are the same."""
-        windows = -(-positions // self.window)
-        if windows > self._rotary.shape[1]:
-            every = self._positions(torch.arange(windows, device=self.shape.device))
-            cos, sin = self.shape.rotary(0, every.flatten())
-            half = torch.stack([cos, sin])[..., : self.layout.key_dim // 2].float()
-            self._rotary = half.unflatten(1, every.shape).transpose(2, 3).contiguous()
-
-    # -- the end of prefill --------------------------------------------------------------------------------------------
-
-    def _write_sinks(self, held: _Row, layers: list[LayerPrefill]) -> None:
-        for slot in range(self._sink_slots):
-            first, last = slot * self.window, min((slot + 1) * self.window, self.sinks)
-            for index, layer in enumerate(layers):
-                where = _, page, place = self.full.at(held.full_pages, index, held.full_pages.new_tensor([slot]))
-                self.full["keys"][index, page, :, place, : last - first] = layer.keys[None, :, first:last]
-                self.full["values"][index, page, :, place, : last - first] = layer.values[None, :, first:last]
-                self.full["fill"][where] = last - first
-                self.full.occupy(where, torch.full_like(page, SINK), 0.0)
-
-    def _first_assignment(self, row: int, layers: list[LayerPrefill], scores: Tensor) -> None:
-        """Every window of the prompt gets its tier; recent ones, the incomplete last one included, stay full."""
-        held = self._held[row]
-        windows = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
-        candidate = windows < self._boundary(held.prompt_tokens)
-        tiers = assign_tiers(scores, windows, candidate, torch.zeros_like(candidate), held.room)
-        for index, layer in enumerate(layers):
-            kept = ((tiers[index] == FULL) | (tiers[index] == UNTOUCHED)).nonzero().flatten()
-            slots = torch.arange(self._sink_slots, self._sink_slots + len(kept), device=kept.device)
-            where = self.full.at(held.full_pages, index, slots)
-            self._write_full(where, layer, kept, scores[index, kept])
-            demoted = (tiers[index] == QUANTIZED).nonzero().flatten()
-            where = self.ledger.at(held.code_pages, index, torch.arange(len(demoted), device=kept.device))
-            self._write_codes(where, *self._of_prompt(layer, demoted), demoted, scores[index, demoted])
-            self._point_tail(row, index, held.full_pages, slots[-1])
-
-    def _write_full(self, where: Where, layer: LayerPrefill, windows: Tensor, scores: Tensor) -> None:
-        index, page, place = where
-        self.full["keys"][index, page, :, place], self.full["values"][index, page, :, place] = self._of_prompt(
-            layer, windows
-        )
-        left = layer.keys.shape[1] - self.sinks - windows * self.window
-        self.full["fill"][where] = left.clamp(max=self.window).to(torch.uint8)
-        self.full.occupy(where, windows, scores)
-
-    def _of_prompt(self, layer: LayerPrefill, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of windows; past the prompt's end its last token is repeated. [K, H_kv, Ω, d] each"""
-        positions = self._positions(windows).clamp(max=layer.keys.shape[1] - 1)
-        return layer.keys[:, positions].transpose(0, 1), layer.values[:, positions].transpose(0, 1)
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
@@ -204,7 +166,7 @@ class TieredPool(FamilyPool):
     def after_step(self, positions: Tensor, counts: Tensor) -> None:
         real = counts > 0
         last = positions[real].gather(1, counts[real, None] - 1)[:, 0]
-        self._maintain(self.rows[real], last + 1, EVERY_LAYER)
+        self._maintain(self.rows[real], last + 1, self._every_layer)
 
     def _append(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         page, place = self._tail_page[layer, rows], self._tail_place[layer, rows]
@@ -212,20 +174,33 @@ class TieredPool(FamilyPool):
         self.full["keys"][layer, page, :, place, offset] = keys
         self.full["values"][layer, page, :, place, offset] = values
         self.full["fill"][layer, page, place] = (offset + 1).to(torch.uint8)
+        if self.ranking == "key_norm":
+            self.full["score"][layer, page, place] -= key_norms(keys) / self.window
 
     def _attend(self, layer: int, rows: Tensor, queries: Tensor, scale: float) -> Tensor:
         """[r, H_q, d] -> [r, H_q, d_v] fp32. Every window's score grows by the attention it received (Eq. 1)."""
+        if self._fused:
+            return self._attend_fused(layer, rows, queries, scale)
         heads, group = self.layout.kv_heads, self.layout.group
         by_row = queries.new_zeros(self.shape.rows, heads, group, queries.shape[-1])
         by_row[rows] = queries.unflatten(1, (heads, group))
         by_page = by_row[self._row_of_page]
         pages = _join([self._attend_full(layer, by_page, scale), *self._attend_codes(layer, by_page, scale)])
         merged = merge_pages(pages, self._owners, self._order, self.shape.rows * heads)
-        received = (merged.share[..., None] * pages.mass).unflatten(0, (-1, heads)).sum((1, 2)) / (heads * group)
-        received = torch.where(torch.isin(self._row_of_page, rows)[:, None], received, 0)
-        self.full["score"][layer] += received[: len(self.full)]
-        self.ledger["score"][layer] += received[len(self.full) :]
+        if self.ranking != "key_norm":
+            mass = (merged.share[..., None] * pages.mass).unflatten(0, (-1, heads))
+            received = mass.sum((1, 2)) / (heads * group)
+            received = torch.where(torch.isin(self._row_of_page, rows)[:, None], received, 0)
+            self.full["score"][layer] += received[: len(self.full)]
+            self.ledger["score"][layer] += received[len(self.full) :]
         return merged.output.unflatten(0, (-1, heads))[rows].flatten(1, 2)
+
+    def _attend_fused(self, layer: int, rows: Tensor, queries: Tensor, scale: float) -> Tensor:
+        full = FullPages(*(self.full[name][layer] for name in FullPages.__dataclass_fields__))
+        codes = CodePages(*(self.ledger[name][layer] for name in CodePages.__dataclass_fields__))
+        scores = None if self.ranking == "key_norm" else (self.full["score"][layer], self.ledger["score"][layer])
+        windows, rotary = self.ledger["window"][layer], self._rotary_rows
+        return attend_tiers(queries, rows, self._tables, full, codes, windows, scores, rotary, self.bits, scale)
 
     def _attend_full(self, layer: int, queries: Tensor, scale: float) -> PagePartials:
         heads = self.layout.kv_heads
@@ -251,99 +226,69 @@ class TieredPool(FamilyPool):
         """What is due when a row holds this many tokens: routing every Ω generated tokens, a slot for a new window."""
         for row, count in zip(rows.tolist(), tokens.tolist(), strict=True):
             held = self._held[row]
-            if (count - held.prompt_tokens) % self.window == 0:
+            if held.is_due(count):
                 held.peak = max(held.peak, self.memory(row).held)
-                self._route(held, count, layers)
+                self._route(row, count, layers)
             if (count - self.sinks) % self.window == 0:
                 self._open_window(row, count, layers)
 
-    def _route(self, held: _Row, tokens: int, layers: slice) -> None:
+    def _route(self, row: int, tokens: int, layers: slice) -> None:
         """A routing event (Algorithm 1) of one row, for the given layers at once."""
-        full_windows, full_scores = self.full.table(held.full_pages, layers)
-        code_windows, code_scores = self.ledger.table(held.code_pages, layers)
-        split = full_windows.shape[1]
-        windows = torch.cat([full_windows, code_windows], 1)
-        coded = torch.arange(windows.shape[1], device=windows.device).expand_as(windows) >= split
-        candidate = (windows >= 0) & (windows < self._boundary(tokens))
-        tiers = assign_tiers(torch.cat([full_scores, code_scores], 1), windows, candidate, coded, held.room)
-        of_full, of_code = tiers[:, :split], tiers[:, split:]
+        held = self._held[row]
+        if self.ranking == "p_norm":  # the first event's attention is that of the prompt and of all steps until it
+            self.tiers.fold(held, 1 if tokens == held.first else held.method.p, layers)
+        windows, scores, coded = self.tiers.table(held, layers)
+        candidate = (windows >= 0) & (windows < self._boundary(row, tokens))
+        tiers = assign_tiers(scores, windows, candidate, coded, held.room)
+        held.evicted = held.evicted + (tiers == EVICTED).sum()
+        held.promoted = held.promoted + self.tiers.migrate(held, tiers, layers)
+        self._decay(held, layers)
+        if tokens == held.first:
+            self._shrink(row, tokens, layers)
 
-        layer, slot = (of_code != UNTOUCHED).nonzero().unbind(1)
-        where = self.ledger.at(held.code_pages, layer + layers.start, slot)
-        self.ledger["promoted"][where] = of_code[layer, slot] == FULL
-        layer, slot = (of_code == EVICTED).nonzero().unbind(1)
-        self.ledger.clear(self.ledger.at(held.code_pages, layer + layers.start, slot))
-        self._demote(held, of_full == QUANTIZED, full_windows, full_scores, layers)
-        layer, slot = ((of_full == QUANTIZED) | (of_full == EVICTED)).nonzero().unbind(1)
-        where = self.full.at(held.full_pages, layer + layers.start, slot)
-        self.full["fill"][where] = 0
-        self.full.clear(where)
+    def _decay(self, held: _Row, layers: slice) -> None:
+        if held.method.ranker == "decay":
+            self.tiers.decay(held, held.method.decay, layers)
 
-    def _demote(self, held: _Row, demoted: Tensor, windows: Tensor, scores: Tensor, layers: slice) -> None:
-        """First demotion: quantise once and create the ledger record, in the free slots of each layer in order."""
-        layer, slot = demoted.nonzero().unbind(1)
-        nth = (demoted.cumsum(1) - 1)[layer, slot]
-        free = self.ledger.table(held.code_pages, layers)[0] == FREE
-        free[:, held.code_slots :] = False
-        target = nth_free(free)[layer, nth]
-        index, page, place = self.full.at(held.full_pages, layer + layers.start, slot)
-        keys, values = (self.full[name][index, page, :, place] for name in ("keys", "values"))
-        where = self.ledger.at(held.code_pages, index, target)
-        self._write_codes(where, keys, values, windows[layer, slot], scores[layer, slot])
-
-    def _write_codes(self, where: Where, keys: Tensor, values: Tensor, windows: Tensor, scores: Tensor) -> None:
-        """Quantise windows into ledger slots. keys [K, H_kv, Ω, d] are coded as they were before rotation."""
-        if not len(windows):
+    def _shrink(self, row: int, tokens: int, layers: slice) -> None:
+        """After the first eviction: give back the slots that the whole prompt took, once every layer has routed."""
+        held = self._held[row]
+        needed = held.room.protected_slots + held.room.full
+        if needed >= held.full_slots:
             return
-        layer, page, place = where
-        cos, sin = self._rotary[:, windows].transpose(2, 3).repeat(1, 1, 1, 2)[:, :, None]  # [K, 1, Ω, d] each
-        coded_keys = quantize(unrotate(keys, cos, sin).transpose(2, 3), self.bits)
-        coded_values = quantize(values, self.bits)
-        self.ledger["key_codes"][layer, page, :, :, place] = coded_keys.codes
-        self.ledger["key_scale"][layer, page, :, :, place] = coded_keys.scale
-        self.ledger["key_offset"][layer, page, :, :, place] = coded_keys.offset
-        self.ledger["value_codes"][layer, page, :, place] = coded_values.codes
-        self.ledger["value_scale"][layer, page, :, place] = coded_values.scale
-        self.ledger["value_offset"][layer, page, :, place] = coded_values.offset
-        self.ledger["promoted"][where] = False
-        self.ledger.occupy(where, windows, scores)
+        self.tiers.compact(held, needed, layers)
+        newest = self.full.table(held.full_pages, layers)[0] == (tokens - 1 - self.sinks) // self.window
+        self._point_tail(row, layers, newest.int().argmax(1))
+        if layers.stop == self.layers:
+            self.tiers.give_back_beyond(held, needed)
+            self._arrange()
 
     def _open_window(self, row: int, tokens: int, layers: slice) -> None:
         """Take a free slot in every layer for the window that the next token begins."""
-        held = self._held[row]
-        free = self.full.table(held.full_pages, layers)[0] == FREE
-        free[:, held.full_slots :] = False
-        slots = nth_free(free)[:, 0]
-        index = torch.arange(len(slots), device=slots.device) + layers.start
-        where = self.full.at(held.full_pages, index, slots)
-        self.full["fill"][where] = 0
-        self.full.occupy(where, torch.full_like(slots, (tokens - self.sinks) // self.window), 0.0)
-        self._point_tail(row, layers, held.full_pages, slots)
+        number = (tokens - self.sinks) // self.window
+        self._point_tail(row, layers, self.tiers.open_window(self._held[row], number, layers))
 
-    def _point_tail(self, row: int, layers: slice | int, pages: Tensor, slots: Tensor) -> None:
-        self._tail_page[layers, row] = pages[slots // self.full.per_page]
+    def _point_tail(self, row: int, layers: slice, slots: Tensor) -> None:
+        """Where each layer's newest window is. slots [l]"""
+        self._tail_page[layers, row] = self._held[row].full_pages[slots // self.full.per_page]
         self._tail_place[layers, row] = slots % self.full.per_page
 
     # -- the grid of windows, and memory -------------------------------------------------------------------------------
 
     def _slots_of(self, compressed: TieredCompressed) -> tuple[int, int]:
         """Full-precision slots and ledger slots of a row. Records of promoted windows count as quantised only where
-        the accounting is strict."""
-        room = compressed.room
-        promoted = 0 if room.strict or not room.quantized else room.full
-        return room.protected_slots + room.full, room.quantized + promoted
+        the accounting is strict; until a late first eviction there is a slot for every window."""
+        room, method = compressed.room, compressed.method
+        keeps_records = room.quantized and not room.strict and room.promotion == "residency"
+        full, codes = room.protected_slots + room.full, room.quantized + (room.full if keeps_records else 0)
+        if method.eviction_delay:
+            sink_slots, history = -(-self.sinks // self.window), compressed.prefill.tokens - self.sinks
+            full = max(full, sink_slots + (history + method.eviction_delay) // self.window + 1)
+        return full, codes
 
-    @property
-    def _sink_slots(self) -> int:
-        return -(-self.sinks // self.window)
-
-    def _boundary(self, tokens: int) -> int:
+    def _boundary(self, row: int, tokens: int) -> int:
         """Windows below this number lie wholly outside the recent region and may be routed."""
-        return max(0, (tokens - self.recent - self.sinks) // self.window)
-
-    def _positions(self, windows: Tensor) -> Tensor:
-        """True positions of each window's tokens. [...] -> [..., Ω]"""
-        return self.sinks + windows[..., None] * self.window + torch.arange(self.window, device=windows.device)
+        return max(0, (tokens - self._held[row].room.recent - self.sinks) // self.window)
 
     def memory(self, row: int) -> MemoryBreakdown:
         """Tokens and ledger records held, and the table entries of all slots that the row may use."""
@@ -354,28 +299,42 @@ class TieredPool(FamilyPool):
         records = int((self.ledger.table(held.code_pages)[0] != FREE).sum())
         promoted = int(self.ledger["promoted"][:, held.code_pages].sum())
         slots = self.layers * (held.full_slots + held.code_slots)
+        tables = slots * (4 + self.full.score_bytes + 1)
         kept = tokens + records * size.quantized
         allocated = sum(
             slots.arena.page_bytes * len(pages)
             for slots, pages in ((self.full, held.full_pages), (self.ledger, held.code_pages))
         )
         charged = kept + promoted * size.full
-        charged += slots * TABLE_BYTES if held.room.strict else -promoted * size.quantized
+        charged += tables if held.room.strict else -promoted * size.quantized
         return MemoryBreakdown(
             full_precision=tokens,
             codes=records * (size.quantized - scales),
             quantization=records * scales,
             positions=slots * 4,
-            scores=slots * 4,
+            scores=slots * self.full.score_bytes,
             tables=slots,
-            slack=allocated - kept - slots * TABLE_BYTES,
+            slack=allocated - kept - tables,
             charged=charged,
+            host=records * size.full if self.tiers.originals is not None else 0,
         )
+
+    def facts(self, row: int) -> dict[str, Any]:
+        """Capacities as resolved for this prompt, and what routing did, summed over layers."""
+        held = self._held[row]
+        return {
+            "full_windows": held.room.full,
+            "quantized_windows": held.room.quantized,
+            "recent_tokens": held.room.recent,
+            "evicted_windows": int(held.evicted),
+            "promotions": int(held.promoted),
+        }
 
     def peak_held(self, row: int) -> int:
         return max(self._held[row].peak, self.memory(row).held)
 
     def allocated_bytes(self) -> int:
+        """On the device: what exact promotion keeps in host memory is not in it."""
         return self.full.arena.nbytes + self.ledger.arena.nbytes
 
 

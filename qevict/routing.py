@@ -17,8 +17,9 @@ UNTOUCHED, FULL, QUANTIZED, EVICTED = range(4)
 def assign_tiers(scores: Tensor, windows: Tensor, candidate: Tensor, coded: Tensor, room: Capacities) -> Tensor:
     """The tier of every candidate: the K_f best are full, the next K_q quantised, the rest evicted.
 
-    Ties go to the earlier window. Under strict accounting every promoted window, which keeps its codes, takes one
-    quantised slot too: K_q falls by the number of promoted windows, and K_f ends where K_q would fall below zero.
+    Ties go to the earlier window. Without promotion the K_f best are those among windows that have no codes. Under
+    strict accounting a promoted window that keeps its codes takes one quantised slot too: K_q falls by the number of
+    promoted windows, and K_f ends where K_q would fall below zero.
 
     Args:
         scores: [L, C] fp32.
@@ -29,15 +30,17 @@ def assign_tiers(scores: Tensor, windows: Tensor, candidate: Tensor, coded: Tens
     by_position = windows.masked_fill(~candidate, torch.iinfo(windows.dtype).max).argsort(dim=-1, stable=True)
     ranked = scores.masked_fill(~candidate, -torch.inf).gather(-1, by_position)
     order = by_position.gather(-1, rank(ranked))
-    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    records = (coded & candidate).gather(-1, order).cumsum(-1)
-    if room.strict:
-        full = (place < room.full) & (records <= room.quantized)
+    coded_candidate = (coded & candidate).gather(-1, order)
+    ranked_candidate = candidate.gather(-1, order)
+    eligible = ranked_candidate & ~coded_candidate if room.promotion == "none" else ranked_candidate
+    full = eligible & (eligible.cumsum(-1) <= room.full)
+    promoted = torch.zeros_like(order[:, :1])
+    if room.strict and room.promotion == "residency":
+        records = coded_candidate.cumsum(-1)
+        full &= records <= room.quantized
         promoted = (records * full).amax(-1, keepdim=True)
-        quantized = ~full & (place < full.sum(-1, keepdim=True) + room.quantized - promoted)
-    else:
-        full = place < room.full
-        quantized = ~full & (place < room.full + room.quantized)
+    rest = ranked_candidate & ~full
+    quantized = rest & (rest.cumsum(-1) <= room.quantized - promoted)
     tiers = torch.where(full, FULL, torch.where(quantized, QUANTIZED, EVICTED))
     return torch.zeros_like(order).scatter(-1, order, tiers).masked_fill(~candidate, UNTOUCHED)
 

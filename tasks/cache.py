@@ -42,7 +42,7 @@ def prepare(
 ) -> list[Sample]:
     """The first ``count`` samples (fewer where there are fewer), from ``folder`` where they are there already."""
     seed = seed if task.seeded else 0
-    key = content_hash([task.name, task.recipe(sources), tokenizer_fingerprint, context, seed, overhead])
+    key = content_hash([task.name, task.version, task.recipe(sources), tokenizer_fingerprint, context, seed, overhead])
     path = folder / f"{task.name}-{context or 'own'}-{key[:16]}.jsonl"
     available = task.available(sources)
     count = count if available is None else min(count, available)

@@ -174,7 +174,6 @@ def fetchable(entry: DataSet) -> bool:
 
 
 def sets_for(name: str) -> Iterator[DataSet]:
-    """Sets by their own name or that of a task; nothing for a name that means neither."""
-    for entry in DATA_SETS:
-        if name == entry.name or name in entry.tasks:
-            yield entry
+    """The set of this name, else those of the task of this name; nothing for a name that means neither."""
+    named = [entry for entry in DATA_SETS if entry.name == name]
+    yield from named or (entry for entry in DATA_SETS if name in entry.tasks)

@@ -81,7 +81,7 @@ class Downloader:
     @contextmanager
     def _downloaded(self, url: str, sha256: str) -> Iterator[Path]:
         """The file behind an address for as long as the context lasts, if it has the right checksum."""
-        address = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB).rstrip("/"), 1)
+        address = url.replace(HUB, (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/"), 1)
         log.info("fetching %s", address)
         digest = hashlib.sha256()
         with self._temporary() as (file, name):
@@ -90,7 +90,7 @@ class Downloader:
                     while chunk := response.read(CHUNK):
                         digest.update(chunk)
                         file.write(chunk)
-            except (OSError, HTTPException) as error:
+            except (OSError, HTTPException, ValueError) as error:
                 reason = error.reason if type(error) is URLError else error
                 raise DownloadError(
                     f"{address} cannot be fetched: {reason}; check the network, or put the files into a data folder"

@@ -113,8 +113,8 @@ class GSM8K:
     ) -> list[Sample]:
         check_context(self.name, self.contextual, context)
         exemplars, problems = self._exemplars(sources), self._problems(sources)
-        split = "complete" if len(problems) == TEST_SIZE else f"{len(problems):,} of {TEST_SIZE:,} problems"
-        meta: dict[str, object] = {"shots": self.shots, "split": split}
+        wording = "own" if exemplars is None else "official"
+        meta: dict[str, object] = {"shots": self.shots, "wording": wording, "benchmark_size": TEST_SIZE}
         return [self._sample(index, problem, exemplars, meta) for index, problem in enumerate(problems[:count])]
 
     def _sample(self, index: int, problem: Problem, exemplars: Exemplars | None, meta: dict[str, object]) -> Sample:

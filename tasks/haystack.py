@@ -126,7 +126,7 @@ def essay_files(choice: str, sources: DataSources, needed_by: str) -> list[Path]
     if choice not in ("auto", "files"):
         return [sources.require(f"haystack/{choice}", needed_by)]
     official = sources.find(f"haystack/{OFFICIAL_ESSAYS}")
-    files = [official] if official else sources.listing("haystack", "*.txt")
+    files = [official] if official else sources.every(sources.listing("haystack", "*.txt"))
     if choice == "files" and not files:
         raise DataError(
             f"{needed_by}: haystack is 'files', and the data folder {sources.data_dir} has neither "

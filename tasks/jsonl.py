@@ -247,9 +247,13 @@ def _check_scorable(path: Path, records: tuple[Record, ...], metric: str) -> Non
             raise DataError(f"{where}: metric {metric} needs classes, with the references among them")
         for reference in record.references:
             try:
-                for prediction in (reference, "#### 1"):
+                best = max(
                     metrics.score(metric, prediction, (reference,), record.classes)
+                    for prediction in (reference, f"#### {reference}")
+                )
             except (ArithmeticError, LookupError, ValueError) as error:
                 raise DataError(
                     f"{where}: metric {metric} cannot read the reference {reference!r} ({error!r})"
                 ) from error
+            if not best:
+                raise DataError(f"{where}: under metric {metric} no answer matches the reference {reference!r}")

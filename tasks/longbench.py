@@ -22,7 +22,7 @@ from tasks import metrics
 from tasks.longbench_prompt import check_limit_on_file, load_template
 from tasks.longbench_records import Record, RecordFile, load_records
 from tasks.sample import Sample
-from tasks.sources import DataSources
+from tasks.sources import DataError, DataSources
 from tasks.task import TaskError, UnknownTask, check_choice, check_context, check_limit, nearest
 from tasks.tokens import Tokenizer
 from tasks.truncate import cut_prompt
@@ -108,6 +108,8 @@ class LongBench:
         check_context(self.name, self.contextual, context)
         check_limit_on_file(self.dataset, self.official_limit, sources)
         self.recipe(sources)
+        if self.metric in ("count", "retrieval"):
+            self._check_scorable(sources)
 
     def available(self, sources: DataSources) -> int | None:
         return len(self._file(sources).records)
@@ -131,6 +133,7 @@ class LongBench:
             "length": record.length,
             "uncut_tokens": prompt.tokens,
             "truncated": prompt.truncated,
+            "benchmark_size": self.official_count,
         }
         if prompt.question_cut:
             meta["question_cut"] = True
@@ -151,6 +154,15 @@ class LongBench:
             min_new_tokens=self.min_new_tokens,
             meta=meta,
         )
+
+    def _check_scorable(self, sources: DataSources) -> None:
+        """Answers of a fixed form: one that has another would score 0 whatever is predicted."""
+        file = self._file(sources)
+        for record in file.records:
+            if not any(metrics.score(self.metric, answer, [answer]) for answer in record.answers):
+                raise DataError(
+                    f"task {self.name}, record {record.id}: no prediction can match the answers {list(record.answers)}"
+                )
 
     def _file(self, sources: DataSources) -> RecordFile:
         labelled = self.dataset == "trec"

@@ -175,7 +175,13 @@ class NeedleGrid:
         counter: TokenCounter,
         room: int,
     ) -> Sample:
-        meta: dict[str, object] = {"depth": depth, "needle": self.needle, "haystack": haystack.label, "wording": "own"}
+        meta: dict[str, object] = {
+            "depth": depth,
+            "grid": len(self.grid),
+            "needle": self.needle,
+            "haystack": haystack.label,
+            "wording": "own",
+        }
         frame = Parts(BEFORE, AFTER.format(question=needle.question), PREFIX, (needle.answer,), meta)
         stack = take(haystack, rng, counter, room)
         tokens = prompt_length(frame, counter) + counter.count(stack.joiner + needle.sentence)

@@ -17,7 +17,7 @@ from decimal import Decimal
 
 # A minus is a sign where nothing that it could be subtracted from stands before it.
 _NUMBER = r"(?:(?<![\w.)\]%])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)"
-_HASHES = re.compile(rf"####[\s*:=]*(?={_NUMBER}(?!\s*[.):]\s*[^\W\d]))")
+_HASHES = re.compile(rf"####[\s*:=]*(?={_NUMBER}(?![\d]|\s*[.):]\s*[^\W\d]))")
 _BOXED = re.compile(r"\\boxed\s*{")
 _ANSWER = re.compile(r"\banswer\b[*_\s]*(?:is|was|:|=)[\s*_:]*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")

@@ -3,9 +3,9 @@
     chat       <template> context question </template><assistant header> answer prefix
     plain      context question answer prefix
 
-In a chat the answer prefix follows the assistant's header, without the blank that separates it in plain text. There is
-exactly one beginning-of-sequence token where the tokenizer has one: a template that writes it gets no second, one that
-does not gets it from the tokenizer.
+In a chat the answer prefix follows the assistant's header: ``stripped`` of the blank that separates it in plain text,
+or ``verbatim``, as RULER's own scripts join it. There is exactly one beginning-of-sequence token where the tokenizer
+has one: a template that writes it gets no second, one that does not gets it from the tokenizer.
 
 With the question ``appended``, a method compresses the ids up to the end of the context, and the rest is read by the
 model afterwards, through the compressed cache.
@@ -22,6 +22,7 @@ from tasks.tokens import Tokenizer
 
 Question = Literal["compressed", "appended"]
 ChatTemplate = Literal["auto", "always", "never"]
+AnswerPrefix = Literal["stripped", "verbatim"]
 
 
 class PromptError(TaskError):
@@ -37,9 +38,13 @@ class Prompt:
 
 
 def render(
-    sample: Sample, tokenizer: Tokenizer, question: Question = "compressed", chat_template: ChatTemplate = "auto"
+    sample: Sample,
+    tokenizer: Tokenizer,
+    question: Question = "compressed",
+    chat_template: ChatTemplate = "auto",
+    answer_prefix: AnswerPrefix = "stripped",
 ) -> Prompt:
-    text, split = prompt_text(sample, tokenizer, uses_chat(sample.chat, chat_template))
+    text, split = prompt_text(sample, tokenizer, uses_chat(sample.chat, chat_template), answer_prefix)
     opening = _opening(tokenizer)
     if question == "compressed":
         return Prompt(_opened(opening, _ids(tokenizer, text)))
@@ -51,7 +56,9 @@ def render(
     return Prompt(_opened(opening, _ids(tokenizer, text[:split])), _ids(tokenizer, text[split:]))
 
 
-def prompt_text(sample: Sample, tokenizer: Tokenizer, chat: bool) -> tuple[str, int]:
+def prompt_text(
+    sample: Sample, tokenizer: Tokenizer, chat: bool, answer_prefix: AnswerPrefix = "stripped"
+) -> tuple[str, int]:
     """The whole prompt, and where its context ends."""
     content = sample.context + sample.question
     if not chat:
@@ -64,7 +71,7 @@ def prompt_text(sample: Sample, tokenizer: Tokenizer, chat: bool) -> tuple[str, 
         )
     # Templates may strip the user's turn.
     end = start + min(len(sample.context.lstrip()), len(content.strip()))
-    return text + sample.answer_prefix.lstrip(), end
+    return text + (sample.answer_prefix.lstrip() if answer_prefix == "stripped" else sample.answer_prefix), end
 
 
 def prompt_overhead(tokenizer: Tokenizer, chat: bool) -> int:

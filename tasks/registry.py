@@ -135,4 +135,7 @@ def _load(point: EntryPoint) -> type[Any]:
     return task
 
 
-_PARTS = ("name", "version", "summary", "contextual", "seeded", "recipe", "check", "available", "samples")
+_PARTS = (
+    *("name", "version", "summary", "contextual", "seeded", "chat", "metric", "generation_limit"),
+    *("recipe", "check", "available", "samples"),
+)

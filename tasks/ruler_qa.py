@@ -123,6 +123,8 @@ def documents_draft(
     total = 0
     while total <= conditions.room * 1.1:
         fresh = [corpus.documents[number] for number in islice(stream, PROBE)]
+        if not fresh:
+            break
         lengths = _document_tokens(fresh, words, conditions)
         others, counts, total = others + fresh, counts + lengths, total + sum(lengths)
     gold = [corpus.documents[number] for number in question.gold]
@@ -139,7 +141,7 @@ def _document_tokens(documents: Sequence[str], words: Wording, conditions: Condi
 
 
 def _others(rng: Random, corpus: Corpus, question: Question) -> Iterator[int]:
-    """Without end: where all documents have been taken, they come again."""
+    """Without end: where all documents have been taken, they come again. None where all documents are gold."""
     near = [number for kind in (question.given, question.related) for number in _shuffled(rng, kind)]
     taken = set(question.gold)
     for number in near:
@@ -148,7 +150,7 @@ def _others(rng: Random, corpus: Corpus, question: Question) -> Iterator[int]:
             yield number
     everything = range(len(corpus.documents))
     yield from (number for number in _shuffled(rng, everything) if number not in taken)
-    while True:
+    while len(everything) > len(question.gold):
         yield from (number for number in _shuffled(rng, everything) if number not in question.gold)
 
 

@@ -56,7 +56,7 @@ class DataSetFiles:
                 return path
         others = sources.listing(self.folder, "*.json")
         if allow_partial and others:
-            return others[0]
+            return sources.every(others[:1])[0]
         try:
             return sources.require(f"{self.folder}/{self.complete[-1]}", needed_by)
         except DataError as error:

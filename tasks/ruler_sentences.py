@@ -52,7 +52,8 @@ def places(family: str) -> str:
 
 def _samples(task: str, sources: DataSources) -> list[Path]:
     patterns = (f"*/{task}.jsonl", f"{task}/validation.jsonl")
-    return [path for pattern in patterns for path in sorted(sources.listing("ruler", pattern))]
+    found = [sorted(sources.listing("ruler", pattern)) for pattern in patterns]
+    return next((sources.every(names[:1]) for names in found if names), [])
 
 
 def _listed(path: Path, family: str) -> dict[str, str]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -76,13 +77,17 @@ class DataSources:
             raise MissingData(self._missing(relative, needed_by))
         return path
 
-    def listing(self, folder: str, pattern: str) -> list[Path]:
-        """Files of a sub-folder that match, sorted by name, all from one place; empty where there are none."""
-        for place, root in self._folders():
+    def listing(self, folder: str, pattern: str) -> list[str]:
+        """Names, for ``find``, of the files of a sub-folder that match: sorted, all from one place, or none."""
+        for _, root in self._folders():
             files = (path for path in (root / folder).glob(pattern) if path.is_file())
             if found := sorted(files, key=lambda path: path.name):
-                return [self._note(path.relative_to(root).as_posix(), place, path) for path in found]
+                return [path.relative_to(root).as_posix() for path in found]
         return []
+
+    def every(self, names: Iterable[str]) -> list[Path]:
+        """The files of these names, from :meth:`listing`."""
+        return [path for name in names if (path := self.find(name)) is not None]
 
     def own(self, path: Path, needed_by: str) -> Path:
         """A file that the sweep itself names."""
@@ -187,6 +192,9 @@ def fingerprint(path: Path) -> str:
     return _sha256(path, status.st_size, status.st_mtime_ns)
 
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
 def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -217,7 +225,17 @@ def numbered_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise DataError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise DataError(f"{path}, line {number}: expected an object with fields, got {line[:40]!r}")
+        if _SURROGATE.search(line) and not _is_text(record):
+            raise DataError(f"{path}, line {number}: half of a surrogate pair (\\ud800 to \\udfff) is no character")
         yield number, record
+
+
+def _is_text(record: dict[str, Any]) -> bool:
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def content_hash(content: object) -> str:

@@ -124,7 +124,13 @@ def make_sweep(**fields: Any) -> dict[str, Any]:
         "started": "2026-07-11T09:30:00+00:00",
         "config_text": "name: unit\nmethods: [full]\n",
         "versions": {"kvsweep": "0.1.0", "torch": "2.13.0"},
-        "protocol": {"question": "compressed", "budget_base": "prompt", "growth": "grow", "chat_template": "auto"},
+        "protocol": {
+            "question": "compressed",
+            "budget_base": "prompt",
+            "growth": "grow",
+            "chat_template": "auto",
+            "answer_prefix": "stripped",
+        },
         **fields,
     }
 

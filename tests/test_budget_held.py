@@ -27,6 +27,8 @@ METHODS = (
     QEvict(recent=8),
     QEvict(recent=8, quantized_share=0.0, sinks=0),
     QEvict(recent=11, window=4, bits=4, quantized_share=1.0),
+    QEvict(recent="20%", promotion="exact", ranker="p_norm"),
+    QEvict(recent=8, promotion="none", ranker="lorekv"),
 )
 SHAPES = ((4, 4, 8), (6, 2, 16), (8, 1, 32), (6, 3, 64))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -64,6 +65,10 @@ def test_from_a_sweep_file_to_a_report(tmp_path: Path) -> None:
     assert 0.3 < held["snapkv"] <= 0.4
     assert 0.2 < held["qevict"] <= 0.4
     assert all(row["score"] == 1 for row in rows if row["method"] == "full")
+    facts = {row["method"]: json.loads(row["method_facts"]) for row in rows}
+    assert facts["snapkv"] == {}
+    assert facts["qevict"]["evicted_windows"] > 0
+    assert facts["qevict"]["recent_tokens"] == 32
     made = {path.name for path in (tmp_path / "sweep" / "out").iterdir()}
     assert {"report.html", "table.md", "table.csv", "table.tex", "mlflow.db", "sweep.yaml", "plan.json"} <= made
     assert "qevict" in (tmp_path / "sweep" / "out" / "report.html").read_text(encoding="utf-8")

@@ -27,22 +27,20 @@ def resolve(budget: str, prompt: int, new: int, of: CacheLayout, **settings: Any
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "dim", "window", "full", "quantized"),
+    ("kv_heads", "dim", "quantized"),
     [
-        (8, 128, 4, 16384, 6272),
-        (8, 128, 8, 32768, 8448),
-        (8, 128, 16, 65536, 12800),
-        (8, 128, 32, 131072, 21504),
-        (4, 128, 8, 16384, 4224),
-        (8, 64, 8, 16384, 4352),
-        (2, 64, 8, 4096, 1088),
-        (1, 128, 8, 4096, 1056),
+        (8, 128, {4: 6272, 8: 8448, 16: 12800, 32: 21504}),
+        (4, 128, {4: 3136, 8: 4224, 16: 6400, 32: 10752}),
+        (8, 64, {4: 3200, 8: 4352, 16: 6656, 32: 11264}),
+        (2, 64, {4: 800, 8: 1088, 16: 1664, 32: 2816}),
+        (1, 128, {4: 784, 8: 1056, 16: 1600, 32: 2688}),
     ],
 )
-def test_bytes_of_a_window(kv_heads: int, dim: int, window: int, full: int, quantized: int) -> None:
-    """Per layer, in 16-bit models."""
-    size = window_bytes(window, 2, layout(kv_heads, dim).layers[0], 2)
-    assert (size.full, size.quantized) == (full, quantized)
+def test_bytes_of_a_window(kv_heads: int, dim: int, quantized: dict[int, int]) -> None:
+    """M_f and M_q per layer, in 16-bit models, for every window size of the paper's ablation."""
+    for window, expected in quantized.items():
+        size = window_bytes(window, 2, layout(kv_heads, dim).layers[0], 2)
+        assert (size.full, size.quantized) == (window * kv_heads * 2 * dim * 2, expected)
 
 
 def test_bytes_of_a_four_bit_window() -> None:
@@ -106,7 +104,7 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def tiers_of(scores: list[float], coded: list[bool], full: int, quantized: int, strict: bool = True) -> list[int]:
-    room = Capacities(full, quantized, 0, strict)
+    room = Capacities(full, quantized, 0, strict, 0)
     windows = torch.arange(len(scores))[None]
     candidate = torch.ones_like(windows, dtype=torch.bool)
     return assign_tiers(torch.tensor([scores], dtype=torch.float32), windows, candidate, torch.tensor([coded]), room)[
@@ -129,7 +127,7 @@ def test_a_promoted_window_takes_a_quantised_slot_too() -> None:
 
 
 def test_windows_that_are_no_candidates_are_left_alone() -> None:
-    room, windows = Capacities(1, 1, 0, True), torch.tensor([[3, 1, 2, 0]])
+    room, windows = Capacities(1, 1, 0, True, 0), torch.tensor([[3, 1, 2, 0]])
     candidate = torch.tensor([[True, False, True, True]])
     tiers = assign_tiers(torch.tensor([[1.0, 9.0, 2.0, 2.0]]), windows, candidate, ~candidate, room)
     assert tiers.tolist() == [[EVICTED, UNTOUCHED, QUANTIZED, FULL]]

@@ -8,120 +8,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qevict_oracle import PaperCache
+from qevict_cases import (
+    LAYERS,
+    LAYOUT,
+    SCALE,
+    admitted,
+    assert_every_step_equals,
+    compress,
+    feed,
+    new_token,
+    prompt,
+    state,
+)
 from torch import Tensor
 
 from kvcache.budget import Budget
-from kvcache.kernels.column_sums import add_column_sums
-from kvcache.layout import CacheLayout, LayerLayout
-from kvcache.pool import PoolShape
-from kvcache.prefill import LayerPrefill, Prefill
-from qevict.capacity import Capacities
 from qevict.method import QEvict
-from qevict.pool import TieredPool
 from qevict.slots import FREE
-
-QUERY_HEADS, KV_HEADS, DIM, LAYERS, ROWS = 4, 2, 8, 3, 4
-SCALE = DIM**-0.5
-LAYOUT = CacheLayout((LayerLayout("growing", QUERY_HEADS, KV_HEADS, DIM, DIM),) * LAYERS, 4)
-
-
-def rotary(layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    angles = positions[:, None] / 100 ** (torch.arange(0, DIM, 2) / DIM)
-    return torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
-
-
-def shape(dtype: torch.dtype = torch.float32) -> PoolShape:
-    return PoolShape(LAYOUT, ROWS, torch.device("cpu"), dtype, rotary)
-
-
-def tensor(seed: int, *dims: int) -> Tensor:
-    return torch.randn(*dims, generator=torch.Generator().manual_seed(seed))
-
-
-def prompt(tokens: int, seed: int) -> Prefill:
-    """Random keys whose attention is uneven, with their true column sums."""
-    layers = []
-    for layer in range(LAYERS):
-        keys = tensor(seed + layer, KV_HEADS, tokens, DIM) * 2
-        queries = tensor(seed + 100 + layer, QUERY_HEADS, tokens, DIM) * 2
-        sums = torch.zeros(QUERY_HEADS, tokens)
-        add_column_sums(sums, queries, keys, 0, SCALE)
-        values = tensor(seed + 200 + layer, KV_HEADS, tokens, DIM)
-        layers.append(LayerPrefill(keys, values, None, sums, torch.zeros(1, QUERY_HEADS, DIM), SCALE))
-    return Prefill(layers, LAYOUT, tokens, torch.zeros(3), rotary, lambda _: pytest.fail("no lookahead here"))
-
-
-def admitted(
-    method: QEvict, tokens: int, budget: str, new: int, seed: int, row: int = 1
-) -> tuple[TieredPool, Prefill, Capacities]:
-    prefill = prompt(tokens, seed)
-    resolved = Budget.parse(budget).resolve(tokens, new, "prompt+max_new", LAYOUT)
-    room = method.capacities(resolved, LAYOUT)
-    assert room is not None
-    pool = method.new_pool(shape())
-    assert isinstance(pool, TieredPool)
-    pool.admit(row, method.compress(prefill, resolved, method.prompt_scores(prefill)))
-    return pool, prefill, room
-
-
-def oracles(method: QEvict, prefill: Prefill, room: Capacities, total: int) -> list[PaperCache]:
-    cos, sin = rotary(0, torch.arange(total))
-    return [
-        PaperCache(
-            layer.keys,
-            layer.values,
-            layer.column_sums if layer.column_sums is not None else torch.zeros(0),
-            cos,
-            sin,
-            method.window,
-            method.sinks,
-            method.recent,
-            method.bits,
-            room.full,
-            room.quantized,
-            room.strict,
-        )
-        for layer in prefill.layers
-    ]
-
-
-def feed(pool: TieredPool, token: int, position: int, seed: int, row: int = 1) -> list[Tensor]:
-    """One step of one row: its output in every layer, [H_q, d] each."""
-    outputs = []
-    positions, counts = torch.tensor([[position]]), torch.tensor([1])
-    for layer in range(LAYERS):
-        query, key, value = new_token(token, layer, seed)
-        output = pool.attend(
-            layer, query[None, :, None], key[None, :, None], value[None, :, None], positions, counts, SCALE
-        )
-        outputs.append(output[0, :, 0])
-    pool.after_step(positions, counts)
-    return outputs
-
-
-def new_token(token: int, layer: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    base = seed + 1000 * (token + 1) + layer
-    return tensor(base, QUERY_HEADS, DIM) * 2, tensor(base + 50, KV_HEADS, DIM) * 2, tensor(base + 90, KV_HEADS, DIM)
-
-
-def state(pool: TieredPool, layer: int, row: int = 1) -> dict[int, tuple[str, float]]:
-    """Every window held: its tier ("F" and "recent" are both full precision) and its score."""
-    held = pool._held[row]
-    found: dict[int, tuple[str, float]] = {}
-    for slots, pages, name in ((pool.full, held.full_pages, "full"), (pool.ledger, held.code_pages, "coded")):
-        windows, scores = slots.table(pages)
-        for window, score in zip(windows[layer].tolist(), scores[layer].tolist(), strict=True):
-            if window >= 0:
-                assert window not in found, "a window is in two slots"
-                found[window] = (name, score)
-    return found
-
-
-def expected_state(oracle: PaperCache) -> dict[int, tuple[str, float]]:
-    kept = {number: tier for number, tier in oracle.tier.items() if tier != "E"}
-    return {number: ("coded" if number in oracle.ledger else "full", oracle.score[number]) for number in kept}
-
 
 SETTINGS: list[dict[str, Any]] = [
     {"recent": 8},
@@ -141,20 +44,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(("tokens", "budget"), [(150, "40%"), (97, "75%"), (61, "unlimited")])
 def test_every_step_equals_the_papers_algorithm(changes: dict[str, Any], tokens: int, budget: str) -> None:
     """Outputs, tiers and scores (Eq. 1 at every step), over several routing events."""
-    method, new = QEvict(**changes), 50
-    pool, prefill, room = admitted(method, tokens, budget, new, seed=tokens)
-    paper = oracles(method, prefill, room, tokens + new)
-    for token in range(new):
-        outputs = feed(pool, token, tokens + token, seed=tokens)
-        for layer, oracle in enumerate(paper):
-            expected = oracle.step(*new_token(token, layer, tokens), SCALE)
-            torch.testing.assert_close(outputs[layer], expected, rtol=2e-4, atol=2e-5)
-            held, wanted = state(pool, layer), expected_state(oracle)
-            # A window is opened in its slot one step ahead of its first token.
-            held = {window: entry for window, entry in held.items() if window in wanted or entry[1] > 0}
-            assert {window: entry[0] for window, entry in held.items()} == {w: entry[0] for w, entry in wanted.items()}
-            for window, (_, score) in wanted.items():
-                assert held[window][1] == pytest.approx(score, rel=1e-4)
+    assert_every_step_equals(QEvict(**changes), tokens, budget, new=50)
 
 
 def test_codes_survive_demotion_promotion_and_demotion() -> None:
@@ -170,8 +60,7 @@ def test_codes_survive_demotion_promotion_and_demotion() -> None:
         windows, _ = pool.ledger.table(held.code_pages)
         for layer, slot in (windows != FREE).nonzero().tolist():
             page, place = int(held.code_pages[slot // pool.ledger.per_page]), slot % pool.ledger.per_page
-            by_slot = {name: pool.ledger[name][layer, page] for name in names}
-            codes = {name: (x[:, :, place] if name.startswith("key") else x[:, place]) for name, x in by_slot.items()}
+            codes = {name: pool.ledger[name][layer, page, :, place] for name in names}
             key = layer, int(windows[layer, slot])
             known = first.setdefault(key, {name: code.clone() for name, code in codes.items()})
             assert all(torch.equal(code, known[name]) for name, code in codes.items())
@@ -205,7 +94,7 @@ def test_bytes_stay_in_budget_and_no_token_is_lost_or_doubled(
         assert pool.memory(1).held <= budget.total_bytes
         assert pool.memory(1).held <= pool.memory(1).charged <= budget.total_bytes
         feed(pool, token, tokens + token, seed)
-        boundary = pool._boundary(tokens + token + 1)
+        boundary = pool._boundary(1, tokens + token + 1)
         for layer in range(LAYERS):
             windows = set(state(pool, layer))
             everything = range(-(-(tokens + token + 1 - sinks) // window))
@@ -257,9 +146,8 @@ def test_a_rows_neighbours_change_nothing() -> None:
     alone, _, _ = admitted(method, tokens, "50%", 30, seed=11, row=2)
     crowded, _, _ = admitted(method, tokens, "50%", 30, seed=11, row=2)
     other = prompt(140, 77)
-    resolved = Budget.parse("80%").resolve(140, 30, "prompt+max_new", LAYOUT)
     for row in (0, 3):
-        crowded.admit(row, method.compress(other, resolved, method.prompt_scores(other)))
+        crowded.admit(row, compress(method, other, "80%", 30))
     for token in range(30):
         expected = feed(alone, token, tokens + token, seed=11)
         rows = crowded.rows.tolist()

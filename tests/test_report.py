@@ -205,11 +205,14 @@ def test_rows_outside_the_plan_are_left_out_and_said() -> None:
 def test_memory_is_measured_next_to_the_budget_asked() -> None:
     scores = [1.0, 0.0]
     held = {"kv_bytes_prefill": [10, 30], "kv_bytes_end": [30, 50], "kv_bytes_peak": [40, 60]}
-    full = {"kv_bytes_full_prefill": 100, "kv_bytes_full": 200, "workspace_bytes": [2048, 4096]}
+    full = {"kv_bytes_full_prefill": 100, "kv_bytes_full": 200, "workspace_bytes": [2048, 4096], "host_bytes": 1024}
     report = report_of(part("snapkv", "10%", scores=scores, over_budget=[True, False], **held, **full))
     memory = only(report, "snapkv").memory
     assert (memory.share_prefill, memory.share_end, memory.share_peak) == pytest.approx((0.2, 0.2, 0.25))
     assert (memory.workspace_bytes, memory.largest_peak, memory.over_budget) == (3072, 60, 1)
+    assert memory.host_bytes == 1024
+    (board,) = report.summary.boards
+    assert "3.0 KiB + 1.0 KiB on the host" in [str(cell) for cell in tables.main_table(board).rows[0].cells]
 
 
 def test_costs_of_shared_and_isolated_runs_stay_apart() -> None:

@@ -157,9 +157,10 @@ def test_a_listing_is_all_from_one_place(tmp_path: Path) -> None:
     place(tmp_path / "cache", "texts/b.txt")
     place(tmp_path / "data", "other.txt")
     looked = DataSources(tmp_path / "data", tmp_path / "cache")
-    assert [path.name for path in looked.listing("texts", "*.txt")] == ["a.txt", "b.txt"]
+    assert looked.listing("texts", "*.txt") == ["texts/a.txt", "texts/b.txt"]
+    assert looked.found() == {}, "what is listed is not yet used"
     own = place(tmp_path / "data", "texts/b.txt")
-    assert looked.listing("texts", "*.txt") == [own]
+    assert looked.every(looked.listing("texts", "*.txt")) == [own]
     assert looked.found()["texts/b.txt"].place == "data folder"
 
 

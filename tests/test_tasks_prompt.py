@@ -37,6 +37,10 @@ def test_the_answer_prefix_follows_the_assistants_header_without_its_blank() -> 
     assert text() == CHAT
 
 
+def test_the_answer_prefix_may_keep_its_blank() -> None:
+    assert text(answer_prefix="verbatim") == CHAT.replace("It is", " It is")
+
+
 def test_without_a_template_the_parts_follow_each_other() -> None:
     assert text(chat_template="never") == PLAIN
 

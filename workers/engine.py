@@ -188,6 +188,7 @@ class Engine:
         generation = row.generation
         generation.finish_reason = reason
         generation.at_end = row.pool.memory(number)
+        generation.method_facts = row.pool.facts(number)
         generation.held_tokens = row.position
         generation.peak_held = max(row.pool.peak_held(number), generation.at_prefill.held)
         generation.decode_s = self.model.elapsed(row.started)

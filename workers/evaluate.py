@@ -48,7 +48,13 @@ def _prompts(
         if not pending:
             continue
         try:
-            prompt = render(sample, model.tokenizer, job.protocol.question, job.protocol.chat_template)
+            prompt = render(
+                sample,
+                model.tokenizer,
+                job.protocol.question,
+                job.protocol.chat_template,
+                job.protocol.answer_prefix,
+            )
         except FAULTS as error:
             failed.extend(_failed(_row(job, sample, cell), error) for cell, _ in pending)
             continue
@@ -83,6 +89,7 @@ def _row(job: Job, sample: Sample, cell: CellSpec) -> Row:
         question=job.protocol.question,
         growth=job.protocol.growth,
         chat_template=job.protocol.chat_template,
+        answer_prefix=job.protocol.answer_prefix,
         dtype=job.model.dtype,
         attention=job.model.attention,
         row_width=job.engine.row_width,
@@ -121,6 +128,8 @@ def _fill_memory(row: Row, model: LoadedModel, generation: Generation) -> None:
     row.kv_bytes_peak = max(generation.peak_held, row.kv_bytes_end)
     row.charged_bytes = generation.at_end.charged or row.kv_bytes_end
     row.slack_bytes, row.workspace_bytes = generation.at_end.slack, generation.at_end.workspace
+    row.host_bytes = generation.at_end.host
+    row.method_facts = json.dumps(generation.method_facts, sort_keys=True)
     row.kv_bytes_full_prefill = layout.full_bytes(len(generation.prompt.ids))
     # The last token is never fed, so no cache holds it.
     row.kv_bytes_full = layout.full_bytes(generation.held_tokens)

@@ -67,6 +67,7 @@ class Generation:
     at_prefill: MemoryBreakdown = field(default_factory=MemoryBreakdown)
     at_end: MemoryBreakdown = field(default_factory=MemoryBreakdown)
     peak_held: int = 0
+    method_facts: dict[str, Any] = field(default_factory=dict)
     held_tokens: int = 0
     prefill_s: float = 0.0
     compress_s: float = 0.0

@@ -45,6 +45,8 @@ class Protocol:
     growth: Literal["grow"] = "grow"
     chat_template: Literal["auto", "always", "never"] = "auto"
     """``auto``: as the task's own protocol says."""
+    answer_prefix: Literal["stripped", "verbatim"] = "stripped"
+    """After a chat's header: without the blanks that part it from plain text, or with them, as RULER's scripts do."""
 
 
 @dataclass(frozen=True)

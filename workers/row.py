@@ -10,7 +10,9 @@ class Row:
     """A finished (cell, sample). Bytes are whole bytes of the growing layers, times are seconds.
 
     ``score`` is None for a failed row, never 0. ``kv_bytes_*`` are measured on the tensors held; ``charged_bytes`` is
-    what the method's own accounting rule says; ``workspace_bytes`` are copies that outlive a step.
+    what the method's own accounting rule says; ``workspace_bytes`` are copies that outlive a step; ``host_bytes`` is
+    what a method keeps in host memory to restore from. ``method_facts``: what the method resolved for this prompt, and
+    did, as JSON.
     """
 
     # identity
@@ -34,6 +36,7 @@ class Row:
     question: str = "compressed"
     growth: str = "grow"
     chat_template: str = "auto"
+    answer_prefix: str = "stripped"
     dtype: str = ""
     attention: str = ""
     row_width: int = 0
@@ -59,10 +62,12 @@ class Row:
     kv_bytes_peak: int = 0
     slack_bytes: int = 0
     workspace_bytes: int = 0
+    host_bytes: int = 0
     kv_bytes_full_prefill: int = 0
     kv_bytes_full: int = 0
     kv_share: float = 0.0
     over_budget: bool = False
+    method_facts: str = "{}"
 
     # time
     prefill_s: float = 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.cache import prepare
-from tasks.prompt import prompt_overhead, render, uses_chat
+from tasks.prompt import PromptError, prompt_overhead, render, uses_chat
 from tasks.registry import get_task
 from tasks.sample import Sample
 from tasks.sources import DataSources
@@ -59,7 +59,10 @@ def make_samples(request: SampleRequest) -> list[Sample]:
 
 
 def _check_length(sample: Sample, tokenizer: Any, protocol: Protocol, positions: int) -> None:
-    prompt = render(sample, tokenizer, protocol.question, protocol.chat_template)
+    try:
+        prompt = render(sample, tokenizer, protocol.question, protocol.chat_template, protocol.answer_prefix)
+    except PromptError:
+        return  # this sample's rows fail with it, and the others run
     tokens = len(prompt.ids) + len(prompt.appended)
     if tokens + sample.max_new_tokens > positions:
         raise TaskError(

@@ -22,7 +22,7 @@ from kvcache.quant import unpack
 class CodePages:
     """Pages of s window slots of Ω tokens. Codes uint8, scales and offsets fp16.
 
-    key_codes [P, H_kv, d, s, Ω * bits / 8], key_scale and key_offset [P, H_kv, d, s];
+    key_codes [P, H_kv, s, d, Ω * bits / 8], key_scale and key_offset [P, H_kv, s, d];
     value_codes [P, H_kv, s, Ω, d_v * bits / 8], value_scale and value_offset [P, H_kv, s, Ω].
     """
 
@@ -61,8 +61,9 @@ def attend_code_pages(
 
 def rotated_keys(pages: CodePages, windows: Tensor, rotary: Tensor, bits: int) -> Tensor:
     """[P, H_kv, d, T] fp32: dequantised, then rotated half-split at their positions."""
-    scale, offset = pages.key_scale.float()[..., None], pages.key_offset.float()[..., None]
-    keys = torch.addcmul(offset, unpack(pages.key_codes, bits), scale).flatten(3)
+    parts = (pages.key_codes, pages.key_scale, pages.key_offset)
+    codes, scale, offset = (part.transpose(2, 3).contiguous() for part in parts)  # [P, H_kv, d, s, ...]
+    keys = torch.addcmul(offset.float()[..., None], unpack(codes, bits), scale.float()[..., None]).flatten(3)
     # Windows are gathered whole: a gather by token would cost as much as all the rest.
     tables = rotary.index_select(1, windows.clamp_min(0).flatten()).unflatten(1, windows.shape)
     cos, sin = tables.transpose(2, 3).flatten(3)[:, :, None]

@@ -1,0 +1,17 @@
+"""Which path a kernel takes: Triton for tensors on a CUDA device, where it is installed, and plain torch else."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+
+
+def use_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and _installed()
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
