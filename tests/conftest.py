@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+
+REAL_MODELS = ("test_quickstart_model", "test_ruler_golden_model")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads(request: pytest.FixtureRequest) -> None:
+    """Small products only wait for a second thread, and for very long where other programs run."""
+    if torch := sys.modules.get("torch"):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(cores if request.module.__name__ in REAL_MODELS else 1)
 
 
 @pytest.fixture(scope="session")

@@ -38,12 +38,12 @@ def model(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Loade
     return tiny_llama(dtype, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(SHAPES),
     st.sampled_from((torch.float32, torch.bfloat16)),
-    st.lists(st.integers(30, 300), min_size=1, max_size=3, unique=True),
-    st.sampled_from((0, 1, 9, 60)),
+    st.lists(st.integers(30, 200), min_size=1, max_size=2, unique=True),
+    st.sampled_from((0, 1, 25)),
     st.sampled_from(("prompt", "prompt+max_new")),
     st.one_of(st.integers(15, 100).map("{}%".format), st.integers(60, 300).map("{} tokens".format)),
 )

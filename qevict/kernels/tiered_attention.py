@@ -2,7 +2,7 @@
 
     attend_full, attend_codes    every split of every (row, KV head): partial outputs, and what each window received
     combine                      one (row, query head): output and log-sum-exp
-    add_scores                   one (row, page): the windows' scores (Eq. 1)
+    add_scores                   one (row, run of pages): the windows' scores (Eq. 1)
 
 How many pages a split has depends on the pool alone, so a row's output does not depend on the rows beside it.
 """
@@ -23,8 +23,11 @@ PAGE, CHUNKS = 64, 2
 WARPS, STAGES = 2, 2
 WINDOWS = (4, 8, 16, 32)
 HEAD_SIZES = (32, 64, 128)
-FULL_SPLIT, CODE_SPLIT = 8, 32
-"""Pages of a split, for batches that fill a GPU without more: 512 and 2,048 tokens."""
+FULL_SPLIT, CODE_SPLIT = 12, 36
+"""Pages of a split, for batches that fill a GPU without more: 768 and 2,304 tokens."""
+
+SCORED_PAGES = 8
+"""Whose scores one program brings up to date."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,11 @@ class Launch:
         return self.full_splits + -(-self.code_width // self.code_pages)
 
     @property
+    def pair(self) -> int:
+        """KV heads that one program serves in the tier of codes."""
+        return 2 - self.heads % 2
+
+    @property
     def slots(self) -> int:
         return PAGE // self.window
 
@@ -154,6 +162,7 @@ class Launch:
         scale: float,
     ) -> Tensor:
         import triton.language as tl
+        from triton import knobs
 
         from qevict.kernels import triton_tiers as kernels
 
@@ -169,22 +178,24 @@ class Launch:
         queries, rows = queries.contiguous(), rows.int()
         dtypes = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
         sizes = {"H": self.heads, "G": self.group, "HEADS": padded(self.group), "OMEGA": self.window}
-        dims = {"D": self.key_dim, "DV": self.value_dim, "num_warps": WARPS, "num_stages": STAGES}
+        dims = {"D": self.key_dim, "DV": self.value_dim, "num_stages": STAGES}
         outputs = (partial, stats, mass, peaks, scale * math.log2(math.e))
         if self.full_width:
             kernels.attend_full[owners, self.full_splits](
                 queries, rows, tables.full, tables.full_count, full.keys, full.values, full.fill, *outputs,
                 self.full_width, width, self.splits,
-                PAGES=self.full_pages, FULL=dtypes[full.keys.dtype], **sizes, **dims,
+                PAGES=self.full_pages, FULL=dtypes[full.keys.dtype], num_warps=WARPS, **sizes, **dims,
             )  # fmt: skip
         if self.code_width:
-            kernels.attend_codes[owners, self.splits - self.full_splits](
+            packed = rotary.dtype == torch.float16 and not knobs.runtime.interpret
+            kernels.attend_codes[owners // self.pair, self.splits - self.full_splits](
                 queries, rows, tables.codes, tables.code_count,
                 codes.key_codes, codes.key_scale, codes.key_offset,
                 codes.value_codes.view(torch.int32).view(torch.uint32), codes.value_scale, codes.value_offset,
                 windows, rotary[0], rotary[1], *outputs,
                 self.code_width, width, self.full_splits, self.splits,
-                PAGES=self.code_pages, BITS=self.bits, COMPUTE=dtypes[rotary.dtype], **sizes, **dims,
+                PAGES=self.code_pages, BITS=self.bits, PAIR=self.pair, COMPUTE=dtypes[rotary.dtype], PACKED=packed,
+                num_warps=WARPS * self.pair, **sizes, **dims,
             )  # fmt: skip
         counts = (tables.full_count, tables.code_count)
         kernels.combine[(owners * self.group,)](
@@ -193,9 +204,9 @@ class Launch:
             num_warps=1,
         )  # fmt: skip
         if scores is not None:
-            kernels.add_scores[self.rows, width](
+            kernels.add_scores[self.rows, -(-width // SCORED_PAGES)](
                 mass, peaks, log_sums, rows, tables.full, tables.full_count, tables.codes, tables.code_count, *scores,
-                self.full_width, self.code_width,
+                self.full_width, self.code_width, PAGES=SCORED_PAGES,
                 H_PADDED=1 << (self.heads - 1).bit_length(), num_warps=1, **sizes,
             )  # fmt: skip
         return output
