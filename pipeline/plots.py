@@ -198,7 +198,7 @@ def _curves(
 
 def _share_axis(axes: Axes, shares: Sequence[float]) -> None:
     """Percent, on a logarithmic scale where budgets span more than a factor of four."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
     if shares and max(shares) > 4 * min(shares):
         axes.set_xscale("log")
@@ -207,6 +207,8 @@ def _share_axis(axes: Axes, shares: Sequence[float]) -> None:
         axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if least <= tick <= most]))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlim(least, most)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(3))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}%"))
 
 
