@@ -85,7 +85,6 @@ class QEvict(Method):
             raise ValueError(f"a window of {self.window} tokens at {self.bits} bits does not fill whole bytes")
         if self.accounting not in ("strict", "paper"):
             raise ValueError(f"accounting is 'strict' or 'paper', not {self.accounting!r}")
-
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay is above 0 and at most 1, not {self.decay}")
         if self.p < 1:

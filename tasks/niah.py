@@ -27,7 +27,7 @@ from tasks.haystack import Haystack, Piece, Stack, essay_files, essays, take, wo
 from tasks.recall import niah_exact, niah_recall, words
 from tasks.sample import Sample
 from tasks.sources import DataError, DataSources, content_hash, fingerprint, read_json
-from tasks.task import ContextTooSmall, TaskError, check_choice, check_context, check_limit
+from tasks.task import ContextTooSmall, TaskError, check_choice, check_context, check_limit, check_room
 from tasks.tokens import TokenCounter, Tokenizer
 from tasks.words import number, word_lists, word_recipe
 
@@ -131,11 +131,7 @@ class NeedleGrid:
 
     def check(self, sources: DataSources, context: int | None) -> None:
         check_context(self.name, self.contextual, context)
-        if context is not None and context <= self.generation_limit:
-            raise ContextTooSmall(
-                f"task {self.name}: a context of {context} tokens has no room for a prompt beside the "
-                f"{self.generation_limit} tokens to generate; ask for a longer context"
-            )
+        check_room(self.name, context, self.generation_limit)
         self._haystack(sources)
         self._filed(sources)
 

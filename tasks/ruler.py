@@ -24,7 +24,7 @@ from tasks.fit import Draft, Parts, fit
 from tasks.ruler_official import REVISION, Run
 from tasks.sample import Sample
 from tasks.sources import DataSources, content_hash
-from tasks.task import ContextTooSmall, TaskError, check_choice, check_context, check_limit, nearest
+from tasks.task import ContextTooSmall, TaskError, check_choice, check_context, check_limit, check_room, nearest
 from tasks.tokens import TokenCounter, Tokenizer
 from tasks.wording import WORDINGS, Wording, WordingChoice, load_wording
 from tasks.words import word_recipe
@@ -125,11 +125,7 @@ class RulerTask:
 
     def check(self, sources: DataSources, context: int | None) -> None:
         check_context(self.name, self.contextual, context)
-        if context is not None and context <= self.generation_limit:
-            raise ContextTooSmall(
-                f"task {self.name}: a context of {context} tokens has no room for a prompt beside the "
-                f"{self.generation_limit} tokens to generate; ask for a longer context"
-            )
+        check_room(self.name, context, self.generation_limit)
         self.recipe(sources)
 
     def available(self, sources: DataSources) -> int | None:

@@ -93,6 +93,15 @@ def check_context(task: str, contextual: bool, context: int | None) -> None:
         raise TaskError(f"task {task} has prompts of their own lengths and takes no context length, but got {context}")
 
 
+def check_room(task: str, context: int | None, generation_limit: int) -> None:
+    """A context length counts the tokens to generate, and must leave some for the prompt."""
+    if context is not None and context <= generation_limit:
+        raise ContextTooSmall(
+            f"task {task}: a context of {context} tokens has no room for a prompt beside the "
+            f"{generation_limit} tokens to generate; ask for a longer context"
+        )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A suggestion to append to "there is no X": empty, or ``(did you mean a, b?)``."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)

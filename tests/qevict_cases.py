@@ -164,3 +164,23 @@ def assert_every_step_equals(method: QEvict, tokens: int, budget: str, new: int)
     assert facts["evicted_windows"] == sum(oracle.evicted for oracle in paper)
     assert facts["promotions"] == sum(oracle.promotions for oracle in paper)
     return pool, paper
+
+
+def assert_chunks_equal_single_tokens(method: QEvict, tokens: int, new: int) -> None:
+    """What falls due inside a chunk of 16 happens at the same token, in every layer."""
+    one_by_one, _, _ = admitted(method, tokens, "50%", new, seed=3)
+    at_once, _, _ = admitted(method, tokens, "50%", new, seed=3)
+    for start in range(0, new, 16):
+        single = [feed(one_by_one, start + token, tokens + start + token, seed=3) for token in range(16)]
+        positions, counts = torch.arange(tokens + start, tokens + start + 16)[None], torch.tensor([16])
+        for layer in range(LAYERS):
+            parts = zip(*(new_token(start + token, layer, 3) for token in range(16)), strict=True)
+            queries, keys, values = (torch.stack(part, 1)[None] for part in parts)
+            output = at_once.attend(layer, queries, keys, values, positions, counts, SCALE)
+            for token in range(16):
+                assert torch.equal(output[0, :, token], single[token][layer])
+        at_once.after_step(positions, counts)
+        for layer in range(LAYERS):
+            assert state(at_once, layer) == state(one_by_one, layer)
+    assert at_once.memory(1) == one_by_one.memory(1)
+    assert at_once.facts(1) == one_by_one.facts(1)

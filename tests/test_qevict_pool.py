@@ -13,6 +13,7 @@ from qevict_cases import (
     LAYOUT,
     SCALE,
     admitted,
+    assert_chunks_equal_single_tokens,
     assert_every_step_equals,
     compress,
     feed,
@@ -111,20 +112,7 @@ def test_bytes_stay_in_budget_and_no_token_is_lost_or_doubled(
 def test_several_tokens_at_once_equal_one_by_one() -> None:
     """Routing falls due inside the chunk, at the same token in every layer."""
     method, tokens, new = QEvict(recent=8), 120, 48
-    one_by_one, _, _ = admitted(method, tokens, "50%", new, seed=3)
-    at_once, _, _ = admitted(method, tokens, "50%", new, seed=3)
-    for start in range(0, new, 16):
-        single = [feed(one_by_one, start + token, tokens + start + token, seed=3) for token in range(16)]
-        positions, counts = torch.arange(tokens + start, tokens + start + 16)[None], torch.tensor([16])
-        for layer in range(LAYERS):
-            parts = zip(*(new_token(start + token, layer, 3) for token in range(16)), strict=True)
-            queries, keys, values = (torch.stack(part, 1)[None] for part in parts)
-            output = at_once.attend(layer, queries, keys, values, positions, counts, SCALE)
-            for token in range(16):
-                assert torch.equal(output[0, :, token], single[token][layer])
-        at_once.after_step(positions, counts)
-        assert all(state(at_once, layer) == state(one_by_one, layer) for layer in range(LAYERS))
-    assert at_once.memory(1) == one_by_one.memory(1)
+    assert_chunks_equal_single_tokens(method, tokens, new)
 
 
 def test_attention_mass_is_conserved() -> None:

@@ -16,13 +16,12 @@ from models import prompt_ids, tiny_gemma, tiny_llama
 from qevict_cases import (
     LAYERS,
     LAYOUT,
-    SCALE,
     SEED,
     admitted,
+    assert_chunks_equal_single_tokens,
     assert_every_step_equals,
     compress,
     feed,
-    new_token,
     pool_of,
     prompt,
     state,
@@ -163,22 +162,7 @@ def test_the_whole_prompt_is_held_and_attended_until_the_first_eviction(first_ev
 @pytest.mark.parametrize("promotion", ["residency", "exact"])
 def test_a_late_eviction_inside_a_chunk_equals_one_by_one(first_eviction: Any, promotion: Any) -> None:
     method, tokens, new = QEvict(recent=8, first_eviction=first_eviction, promotion=promotion), 121, 48
-    one_by_one, _, _ = admitted(method, tokens, "50%", new, seed=3)
-    at_once, _, _ = admitted(method, tokens, "50%", new, seed=3)
-    for start in range(0, new, 16):
-        single = [feed(one_by_one, start + token, tokens + start + token, seed=3) for token in range(16)]
-        positions, counts = torch.arange(tokens + start, tokens + start + 16)[None], torch.tensor([16])
-        for layer in range(LAYERS):
-            parts = zip(*(new_token(start + token, layer, 3) for token in range(16)), strict=True)
-            queries, keys, values = (torch.stack(part, 1)[None] for part in parts)
-            output = at_once.attend(layer, queries, keys, values, positions, counts, SCALE)
-            for token in range(16):
-                assert torch.equal(output[0, :, token], single[token][layer])
-        at_once.after_step(positions, counts)
-        for layer in range(LAYERS):
-            assert state(at_once, layer) == state(one_by_one, layer)
-    assert at_once.memory(1) == one_by_one.memory(1)
-    assert at_once.facts(1) == one_by_one.facts(1)
+    assert_chunks_equal_single_tokens(method, tokens, new)
 
 
 @settings(max_examples=40, deadline=None)
