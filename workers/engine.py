@@ -24,7 +24,7 @@ from kvcache.method import Method
 from kvcache.pool import FamilyPool, PoolShape
 from kvcache.sliding import SlidingRing
 from workers.fork import Generation, Prompt, PromptForks, Ready
-from workers.job import PREFILLED_BYTES, EngineSpec
+from workers.job import PREFILLED_BYTES, PROMPTS_AT_ONCE, EngineSpec
 from workers.models import LoadedModel
 
 QUESTION_CHUNK = 16
@@ -71,10 +71,13 @@ class Engine:
             yield from self._step()
 
     def _enough(self, waiting: Iterator[Prompt]) -> list[Prompt]:
-        """Prompts whose forks fill the free rows, within what may be held."""
+        """Prompts whose forks fill the free rows, within what may be held. They come in groups, so that methods
+        which run the model again can do so once for several."""
         free, held = self._rows.count(None), 0
         prompts: list[Prompt] = []
-        while free > 0 and held < PREFILLED_BYTES and (prompt := next(waiting, None)) is not None:
+        while (free > 0 or len(prompts) % PROMPTS_AT_ONCE) and held < PREFILLED_BYTES:
+            if (prompt := next(waiting, None)) is None:
+                break
             prompts.append(prompt)
             free -= len(prompt.forks)
             held += self.model.layout.full_bytes(len(prompt.ids))

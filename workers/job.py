@@ -10,6 +10,9 @@ from tasks.sample import Sample
 PREFILLED_BYTES = 2**31
 """Prompts are prefilled ahead of free rows while their caches stay within this; one always is. Changes no number."""
 
+PROMPTS_AT_ONCE = 4
+"""Prompts are prefilled in groups of this size, as many as a method can continue in one batch. Changes no number."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvcache.budget import Base, Budget
 from kvcache.method import method_class
 from workers.description import ELEMENT_BYTES, ModelDescription
-from workers.job import PREFILLED_BYTES, CellSpec, EngineSpec
+from workers.job import PREFILLED_BYTES, PROMPTS_AT_ONCE, CellSpec, EngineSpec
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,8 @@ def predict_peak(
     if not forks:
         return weights + RUNTIME_BYTES
     one = layout.full_bytes(prompt) + layout.sliding_bytes(prompt)
-    ahead = min(prompts, -(-engine.row_width // len(forks)), PREFILLED_BYTES // one + 1)
+    groups = -(-engine.row_width // (len(forks) * PROMPTS_AT_ONCE))
+    ahead = min(prompts, groups * PROMPTS_AT_ONCE, PREFILLED_BYTES // one + 1)
     rows = sum(forks) / len(forks) * min(engine.row_width, prompts * len(forks))
     rows += layout.sliding_bytes(description.max_positions) * engine.row_width
     workspace = _workspace(description, engine, prompt)
