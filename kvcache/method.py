@@ -67,6 +67,10 @@ class Method(ABC):
         """
         return [None] * len(prefills)
 
+    def workspace_bytes(self, budget: ResolvedBudget, layout: CacheLayout) -> int:
+        """What a row's copies that outlive a step take, beside its cache, at most. Torch-free: ``plan`` asks."""
+        return 0
+
     @abstractmethod
     def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
         """What to keep of a prompt, and in which form."""

@@ -54,7 +54,7 @@ class QEvict(Method):
     """
 
     name: ClassVar[str] = "qevict"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     bounded: ClassVar[bool] = True
 
     window: int = 8
@@ -159,6 +159,15 @@ class QEvict(Method):
             table_bytes=TABLE_BYTES + (NORM_BYTES if self.ranker == "p_norm" else 0),
             fill_full_first=self.fill_full_first,
         )
+
+    def workspace_bytes(self, budget: ResolvedBudget, layout: CacheLayout) -> int:
+        """Keys of all records as attention on a CPU reads them; kernels on a GPU need none."""
+        room = self.capacities(budget, layout)
+        if room is None:
+            return 0
+        layer = layout.layers[layout.growing[0]]
+        copied = room.quantized * self.window * layer.kv_heads * layer.key_dim
+        return len(layout.growing) * copied * layout.element_bytes
 
     def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
         """What each prompt leaves its windows with: [L, W], windows counted from the end of the sinks."""

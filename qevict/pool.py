@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from qevict.method import QEvict
 
 PAGES_AT_ONCE = 64
-"""Ledger pages whose keys are dequantised at a time: the workspace, which does not outlive the product."""
+"""Ledger pages that one product takes: bounds what it needs in fp32."""
 
 
 @dataclass
@@ -70,7 +70,8 @@ class TieredPool(FamilyPool):
         self.layout = shape.layers[0]
         self.layers = len(shape.layers)
         self._fused = fuses(self.layout, window, shape.device)
-        self.tiers = Tiers(shape, window, sinks, bits, norm=ranking == "p_norm", originals=originals)
+        working = shape.device.type == "cpu" and not self._fused
+        self.tiers = Tiers(shape, window, sinks, bits, norm=ranking == "p_norm", originals=originals, working=working)
         self.full, self.ledger = self.tiers.full, self.tiers.ledger
         self._every_layer = slice(0, self.layers)
         self._held: dict[int, _Row] = {}
@@ -217,7 +218,8 @@ class TieredPool(FamilyPool):
             some = slice(start, start + PAGES_AT_ONCE)
             windows = self.ledger["window"][layer, some] - 1
             codes = CodePages(*(self.ledger[name][layer, some] for name in CodePages.__dataclass_fields__))
-            partials.append(attend_code_pages(of_codes[some], codes, windows, self._rotary, self.bits, scale))
+            keys = self.tiers.ledger_keys(layer, some, codes)
+            partials.append(attend_code_pages(of_codes[some], keys, codes, windows, self.bits, scale))
         return partials
 
     # -- maintenance ---------------------------------------------------------------------------------------------------
@@ -314,6 +316,7 @@ class TieredPool(FamilyPool):
             positions=slots * 4,
             scores=slots * self.full.score_bytes,
             tables=slots,
+            workspace=self.tiers.working.page_bytes * len(held.code_pages) if self.tiers.working is not None else 0,
             slack=allocated - kept - tables,
             charged=charged,
             host=records * size.full if self.tiers.originals is not None else 0,
@@ -335,7 +338,8 @@ class TieredPool(FamilyPool):
 
     def allocated_bytes(self) -> int:
         """On the device: what exact promotion keeps in host memory is not in it."""
-        return self.full.arena.nbytes + self.ledger.arena.nbytes
+        working = self.tiers.working.nbytes if self.tiers.working is not None else 0
+        return self.full.arena.nbytes + self.ledger.arena.nbytes + working
 
 
 def _join(parts: list[PagePartials]) -> PagePartials:

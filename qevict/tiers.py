@@ -3,11 +3,15 @@
     full        keys, values [L, P, H_kv, s, Ω, d]                      sinks | recent | F
     ledger      packed codes, fp16 scales and offsets, promoted flag    Q, and F that was promoted
     originals   keys, values, in host memory, page for page             of every ledger record, if promotion is exact
+    working     keys as attention reads them, page for page             of every ledger record, on a CPU
 
 A window's codes are written once, at its first demotion. Promotion changes a flag: the promoted window is by the
 paper's rule the same low-bit content, so it is read where it lies and nothing is copied; attention does not care about
 order. Demoting it again clears the flag. Exact promotion copies the original back and forgets the record; coded again,
 it gets the same codes. Eviction frees the slot, codes and original included.
+
+On a CPU dequantising and rotating the ledger's keys takes longer than attention, so it is done once per record and not
+at every step. That working copy is memory besides the cache, and counted: kernels that read codes in place need none.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from torch import Tensor
 from kvcache.pages import PageArena
 from kvcache.pool import PoolShape
 from kvcache.prefill import LayerPrefill
-from qevict.kernels.code_attention import CodePages
+from qevict.kernels.code_attention import CodePages, rotated_keys
+from qevict.kernels.tiered_attention import compute_dtype
 from qevict.kernels.window_codes import write_codes
 from qevict.routing import EVICTED, FULL, QUANTIZED, UNTOUCHED, nth_free
 from qevict.slots import FREE, SINK, Where, WindowSlots, slots_per_page
@@ -43,7 +48,9 @@ class RowSlots:
 class Tiers:
     """Both tiers of all rows, for growing layers of one shape."""
 
-    def __init__(self, shape: PoolShape, window: int, sinks: int, bits: int, *, norm: bool, originals: bool) -> None:
+    def __init__(
+        self, shape: PoolShape, window: int, sinks: int, bits: int, *, norm: bool, originals: bool, working: bool
+    ) -> None:
         self.shape, self.window, self.sinks, self.bits = shape, window, sinks, bits
         self.layout = layout = shape.layers[0]
         layers, heads, slots = len(shape.layers), layout.kv_heads, slots_per_page(window)
@@ -70,6 +77,8 @@ class Tiers:
         )
         stacked: Shapes = {name: ((layers, *dims), dtype) for name, (dims, dtype) in whole.items()}
         self.originals = PageArena(1, HOST, stacked) if originals else None
+        copies: Shapes = {"keys": ((layers, heads, layout.key_dim, slots, window), compute_dtype(shape.dtype))}
+        self.working = PageArena(1, shape.device, copies) if working else None
         self.rotary = torch.zeros(2, 0, layout.key_dim // 2, window, device=shape.device)
         """The model's tables by window, [2, W, d / 2, Ω]: both halves of a table are the same."""
 
@@ -78,19 +87,24 @@ class Tiers:
     def reserve(self, slots: list[tuple[int, int]]) -> None:
         """Make room for rows with so many full-precision and ledger slots."""
         self.full.arena.reserve(sum(self.full.pages(full) for full, _ in slots))
-        self.ledger.arena.reserve(sum(self.ledger.pages(codes) for _, codes in slots))
+        for arena in (self.ledger.arena, *self._page_for_page()):
+            arena.reserve(sum(self.ledger.pages(codes) for _, codes in slots))
 
     def take(self, full_slots: int, code_slots: int) -> RowSlots:
         row = RowSlots(self.full.take(full_slots), self.ledger.take(code_slots), full_slots, code_slots)
-        if self.originals is not None:  # pages are handed out lowest first, so theirs have the same numbers
-            self.originals.take(len(row.code_pages))
+        for kept in self._page_for_page():  # pages are handed out lowest first, so theirs have the same numbers
+            kept.take(len(row.code_pages))
         return row
 
     def give_back(self, row: RowSlots) -> None:
         self.full.give_back(row.full_pages)
         self.ledger.give_back(row.code_pages)
-        if self.originals is not None:
-            self.originals.give_back(row.code_pages.to(HOST))
+        for kept in self._page_for_page():
+            kept.give_back(row.code_pages.to(HOST) if kept is self.originals else row.code_pages)
+
+    def _page_for_page(self) -> list[PageArena]:
+        """What is kept beside the ledger, under its page numbers."""
+        return [arena for arena in (self.originals, self.working) if arena is not None]
 
     def give_back_beyond(self, row: RowSlots, full_slots: int) -> None:
         """Free the full-precision pages that a row does not need for its first slots."""
@@ -156,10 +170,21 @@ class Tiers:
         write_codes(ledger, where, keys, values, windows, self.rotary, self.bits)
         self.ledger["promoted"][where] = False
         self.ledger.occupy(where, windows, scores)
+        if self.working is not None:
+            layer, page, place = where
+            of_window = CodePages(*(part[layer, page, :, place].unsqueeze(2) for part in ledger.values()))
+            copies = rotated_keys(of_window, windows[:, None], self.rotary, self.bits)
+            self.working["keys"][layer, page, :, :, place] = copies.to(self.working["keys"].dtype)
         if self.originals is not None:
             layer, page, place = (index.to(HOST) for index in where)
             self.originals["keys"][layer, page, :, place] = keys.to(HOST)
             self.originals["values"][layer, page, :, place] = values.to(HOST)
+
+    def ledger_keys(self, layer: int, pages: slice, codes: CodePages) -> Tensor:
+        """Keys of the ledger's pages as attention reads them, kept or made anew. [P, H_kv, d, s * Ω]"""
+        if self.working is not None:
+            return self.working["keys"][layer, pages].flatten(3)
+        return rotated_keys(codes, self.ledger["window"][layer, pages] - 1, self.rotary, self.bits)
 
     # -- an event ------------------------------------------------------------------------------------------------------
 

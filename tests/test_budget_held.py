@@ -38,7 +38,7 @@ def model(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Loade
     return tiny_llama(dtype, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.sampled_from(SHAPES),
     st.sampled_from((torch.float32, torch.bfloat16)),

@@ -216,7 +216,7 @@ def events(attention: Tensor, prompt: int, window: int) -> Tensor:
     return torch.arange(prompt, attention.shape[2] + 1, window)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces(), st.integers(1, 40))
 def test_missed_mass_is_a_share_and_grows_with_what_is_missed(
     trace: tuple[Tensor, Tensor, Tensor, int, int], horizon: int
@@ -238,7 +238,7 @@ def test_missed_mass_is_a_share_and_grows_with_what_is_missed(
     torch.testing.assert_close(everything, torch.ones_like(everything))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces())
 def test_tiers_share_all_of_the_mass_and_scores_all_of_the_attention(
     trace: tuple[Tensor, Tensor, Tensor, int, int],
@@ -255,7 +255,7 @@ def test_tiers_share_all_of_the_mass_and_scores_all_of_the_attention(
         torch.testing.assert_close(whole.sum(-1), held.float().expand(len(sums), -1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces())
 def test_churn_is_a_distance(trace: tuple[Tensor, Tensor, Tensor, int, int]) -> None:
     _, _, tiers, sinks, window = trace
@@ -266,7 +266,7 @@ def test_churn_is_a_distance(trace: tuple[Tensor, Tensor, Tensor, int, int]) -> 
     assert torch.equal(churn == 0, (retained[1:] == retained[:-1]).all(-1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces())
 def test_episodes_and_moves_account_for_every_event(trace: tuple[Tensor, Tensor, Tensor, int, int]) -> None:
     _, _, tiers, _, _ = trace
@@ -283,7 +283,7 @@ def test_episodes_and_moves_account_for_every_event(trace: tuple[Tensor, Tensor,
     assert came_back == int(moved[QUANTIZED, FULL]) == int(episodes.returned.sum())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**31), st.floats(0.125, 8))
 def test_agreement_with_itself_is_whole_at_any_scale(seed: int, factor: float) -> None:
     generator = torch.Generator().manual_seed(seed)

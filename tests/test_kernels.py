@@ -28,7 +28,7 @@ def dense(queries: Tensor, keys: Tensor, start: int) -> Tensor:
     return torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 1000), st.sampled_from([1, 4]))
 def test_pages_merge_to_dense_attention(owners: int, most: int, seed: int, segments: int) -> None:
     """Any number of pages per owner, partly filled, some free ones between; mass per segment adds up to one."""

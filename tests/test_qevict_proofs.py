@@ -296,6 +296,9 @@ def shuffle(pool: TieredPool, seed: int) -> None:
                     x[new, :, to_place] = x[old, :, from_place].clone()
                 else:
                     x[new, to_place] = x[old, from_place].clone()
+        if tier is pool.ledger and pool.tiers.working is not None:
+            keys = pool.tiers.working["keys"]
+            keys[:, new, :, :, to_place] = keys[:, old, :, :, from_place].clone()
         if tier is pool.full:
             moved = order.argsort()
             for layer in range(LAYERS):

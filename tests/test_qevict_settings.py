@@ -165,7 +165,7 @@ def test_a_late_eviction_inside_a_chunk_equals_one_by_one(first_eviction: Any, p
     assert_chunks_equal_single_tokens(method, tokens, new)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(30, 160),
     new=st.integers(1, 50),

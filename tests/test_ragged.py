@@ -42,7 +42,7 @@ def masked_attention(query: Tensor, keys: Tensor, values: Tensor, kept: list[lis
     return torch.stack(outputs)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_attention_over_the_kept_set_is_masked_attention(data: st.DataObject) -> None:
     """Any kept set per row, layer and head, empty heads excepted; rows come, grow by different steps, and go."""

@@ -120,7 +120,7 @@ def test_equal_seeds_of_a_deterministic_method_add_no_certainty() -> None:
     assert thrice.high - thrice.low == approx(once.high - once.low, rel=0.05)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(scores_lists, st.randoms(use_true_random=False))
 def test_the_order_of_rows_changes_nothing(values: list[float], random) -> None:
     scores = plain(values)
@@ -128,7 +128,7 @@ def test_the_order_of_rows_changes_nothing(values: list[float], random) -> None:
     assert stats.task_score(shuffled(scores, order), "a") == stats.task_score(scores, "a")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(scores_lists)
 def test_an_interval_stays_within_the_scores_or_within_what_a_score_can_be(values: list[float]) -> None:
     estimate = stats.task_score(plain(values), "a")

@@ -92,7 +92,7 @@ def test_the_question_and_the_answer_are_the_needle_s(data_dir: Path) -> None:
         assert answer not in sample.question
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(depth=st.floats(0, 100), context=st.integers(300, 2500), seed=st.integers(0, 99))
 def test_the_needle_stands_once_within_a_sentence_of_its_depth_and_the_prompt_fits(
     tmp_path_factory: pytest.TempPathFactory, depth: float, context: int, seed: int

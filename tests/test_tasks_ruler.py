@@ -207,7 +207,7 @@ def test_prompts_fill_the_context_and_never_exceed_it(name: str, question: Any) 
         assert 0.95 * 2048 <= length <= 2048
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(name=st.sampled_from(RULER), context=st.integers(900, 3000), seed=st.integers(0, 2**40), chat=st.booleans())
 def test_no_prompt_is_longer_than_its_context(name: str, context: int, seed: int, chat: bool) -> None:
     tokenizer = WordTokenizer()

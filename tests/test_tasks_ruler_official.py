@@ -114,7 +114,7 @@ def test_a_chat_template_that_leaves_no_room_for_the_example_is_refused(shared_d
         official("vt", DataSources(shared_data), WordTokenizer(), 8192, overhead=400)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.text("ab-", min_size=1, max_size=4), min_size=1, max_size=12),
     st.lists(st.text("ab-", min_size=1, max_size=3), min_size=1, max_size=6),

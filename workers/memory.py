@@ -79,11 +79,12 @@ def predict_peak(
 
 
 def _fork_bytes(description: ModelDescription, cell: CellSpec, prompt: int, max_new_tokens: int, base: Base) -> int:
-    """A row at its largest: what the budget allows, and the generated tokens where the method adds them."""
-    method = method_class(cell.method)
+    """A row at its largest: what the budget allows, the generated tokens where the method adds them, its workspace."""
+    method = method_class(cell.method)(**cell.settings)
     budget = Budget.parse(cell.budget).resolve(prompt, max_new_tokens, base, description.layout)
     held = min(budget.total_bytes, description.layout.full_bytes(prompt + max_new_tokens))
-    return held if method.bounded else held + description.layout.full_bytes(max_new_tokens)
+    grown = 0 if method.bounded else description.layout.full_bytes(max_new_tokens)
+    return held + grown + method.workspace_bytes(budget, description.layout)
 
 
 def _workspace(description: ModelDescription, engine: EngineSpec, prompt: int) -> int:

@@ -3,8 +3,8 @@
     k_t = R_t (s_k ∘ c_t + o_k)      keys per channel, rotated to their true positions
     v_t = s_v,t c_t + o_v,t          values per token, so   Σ p_t v_t = Σ (p_t s_v,t) c_t + Σ p_t o_v,t
 
-Keys are dequantised and rotated in fp32 for the pages at hand and forgotten; values stay codes, their scales go into
-the probabilities. Scores are those of fp32 keys, not rounded to the model's dtype in between.
+Values stay codes, their scales go into the probabilities. Keys are dequantised and rotated in fp32, never rounded to a
+model's bf16: for the pages at hand, or once per window where the caller keeps them (:func:`rotated_keys`).
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ class CodePages:
 
 
 def attend_code_pages(
-    queries: Tensor, pages: CodePages, windows: Tensor, rotary: Tensor, bits: int, scale: float
+    queries: Tensor, keys: Tensor, pages: CodePages, windows: Tensor, bits: int, scale: float
 ) -> PagePartials:
     """Attention inside each page, one segment per window.
 
     Args:
         queries: [P, H_kv, G, d].
+        keys: [P, H_kv, d, T], from :func:`rotated_keys`.
         windows: [P, s] the window in each slot, negative where the slot is free.
-        rotary: [2, W, d / 2, Ω] fp32, the model's cos and sin at the positions of each window.
     """
     heads, slots = pages.key_codes.shape[1], windows.shape[1]
-    keys = rotated_keys(pages, windows, rotary, bits).flatten(0, 1)
-    scores = torch.bmm(queries.flatten(0, 1).float(), keys).mul_(scale)
-    free = (windows < 0).repeat_interleave(rotary.shape[-1], 1).repeat_interleave(heads, 0)
+    scores = torch.bmm(queries.flatten(0, 1).float(), keys.flatten(0, 1).float()).mul_(scale)
+    free = (windows < 0).repeat_interleave(keys.shape[-1] // slots, 1).repeat_interleave(heads, 0)
     scores.masked_fill_(free[:, None], -torch.inf)
     peak = scores.amax(-1)
     weights = scores.sub_(peak.clamp_min(torch.finfo(torch.float32).min)[..., None]).exp_()
@@ -60,7 +59,15 @@ def attend_code_pages(
 
 
 def rotated_keys(pages: CodePages, windows: Tensor, rotary: Tensor, bits: int) -> Tensor:
-    """[P, H_kv, d, T] fp32: dequantised, then rotated half-split at their positions."""
+    """Keys of all tokens of each page, dequantised, then rotated half-split at their positions.
+
+    Args:
+        windows: [P, s] the window in each slot; what a free slot gives is undefined but finite.
+        rotary: [2, W, d / 2, Ω] fp32, the model's cos and sin at the positions of each window.
+
+    Returns:
+        [P, H_kv, d, T] fp32, T = s Ω.
+    """
     parts = (pages.key_codes, pages.key_scale, pages.key_offset)
     codes, scale, offset = (part.transpose(2, 3).contiguous() for part in parts)  # [P, H_kv, d, s, ...]
     keys = torch.addcmul(offset.float()[..., None], unpack(codes, bits), scale.float()[..., None]).flatten(3)
