@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcache.kernels import column_sums
 from kvcache.kernels.paged_attention import PagePartials, attend_pages, merge_pages
 from qevict.kernels import window_codes
-from qevict.kernels.code_attention import CodePages, attend_code_pages, rotated_keys
+from qevict.kernels.code_attention import CodePages, attend_code_pages
 from qevict.kernels.tiered_attention import PAGE, FullPages, PageTables, attend_tiers, rotary_rows
 
 HEADS, GROUP, DIM, WINDOW, BITS = 8, 4, 128, 8, 2
@@ -115,8 +115,7 @@ class Batch:
         keys, values = (part.flatten(2, 3).flatten(0, 1) for part in (self.full.keys, self.full.values))
         valid = held.flatten(1).repeat_interleave(HEADS, 0)
         of_full = attend_pages(queries[:split].flatten(0, 1), keys, values, valid, SCALE, SLOTS)
-        keys = rotated_keys(self.codes, self.windows - 1, self.rotary, BITS)
-        of_codes = attend_code_pages(queries[split:], keys, self.codes, self.windows - 1, BITS, SCALE)
+        of_codes = attend_code_pages(queries[split:], self.codes, self.windows - 1, self.rotary, BITS, SCALE)
         parts = PagePartials(*(torch.cat([getattr(of_full, name), getattr(of_codes, name)]) for name in vars(of_full)))
         owners = (row_of_page[:, None] * HEADS + torch.arange(HEADS, device=DEVICE)).flatten()
         merged = merge_pages(parts, owners, owners.argsort(stable=True), count * HEADS)

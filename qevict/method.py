@@ -161,13 +161,11 @@ class QEvict(Method):
         )
 
     def workspace_bytes(self, budget: ResolvedBudget, layout: CacheLayout) -> int:
-        """Keys of all records as attention on a CPU reads them; kernels on a GPU need none."""
+        """All records as attention on a CPU reads them; kernels on a GPU need none."""
         room = self.capacities(budget, layout)
         if room is None:
             return 0
-        layer = layout.layers[layout.growing[0]]
-        copied = room.quantized * self.window * layer.kv_heads * layer.key_dim
-        return len(layout.growing) * copied * layout.element_bytes
+        return room.quantized * self.window * layout.full_bytes(1)
 
     def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
         """What each prompt leaves its windows with: [L, W], windows counted from the end of the sinks."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from qevict.method import QEvict
 
 PAGES_AT_ONCE = 64
-"""Ledger pages that one product takes: bounds what it needs in fp32."""
+"""Ledger pages whose keys are dequantised at a time: the workspace, which does not outlive the product."""
 
 
 @dataclass
@@ -100,6 +100,7 @@ class TieredPool(FamilyPool):
             slots.code_pages,
             slots.full_slots,
             slots.code_slots,
+            slots.working_pages,
             compressed.room,
             method,
             prefill.tokens,
@@ -132,12 +133,15 @@ class TieredPool(FamilyPool):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Who owns which page, and the order in which a row's pages are merged: full precision, then ledger."""
+        """Who owns which page, and the order in which a row's pages are merged: full precision, then ledger, whose
+        working copy has pages of the full tier."""
         heads = torch.arange(self.layout.kv_heads, device=self.shape.device)
-        rows = self._tail_page.new_zeros(len(self.full) + len(self.ledger))
+        working = self.tiers.working
+        rows = self._tail_page.new_zeros(len(self.full) + (0 if working else len(self.ledger)))
         order = [heads[:0]]
         for row, held in sorted(self._held.items()):
-            pages = torch.cat([held.full_pages, held.code_pages + len(self.full)])
+            records = held.working_pages if working else held.code_pages + len(self.full)
+            pages = torch.cat([held.full_pages, records])
             rows[pages] = row
             order.append((pages * len(heads) + heads[:, None]).flatten())
         self._row_of_page = rows
@@ -146,6 +150,9 @@ class TieredPool(FamilyPool):
             codes = {row: held.code_pages for row, held in self._held.items()}
             self._tables = PageTables.of(self.shape.rows, full, codes, self.shape.device)
             self._rotary_rows = rotary_rows(self._rotary, self.shape.dtype)
+        if working:
+            self._code_pages = torch.cat([heads[:0], *(held.code_pages for held in self._held.values())])
+            self._working_pages = torch.cat([heads[:0], *(held.working_pages for held in self._held.values())])
         self._owners = (rows[:, None] * len(heads) + heads).flatten()
         self._order = torch.cat(order)
 
@@ -186,14 +193,19 @@ class TieredPool(FamilyPool):
         by_row = queries.new_zeros(self.shape.rows, heads, group, queries.shape[-1])
         by_row[rows] = queries.unflatten(1, (heads, group))
         by_page = by_row[self._row_of_page]
-        pages = _join([self._attend_full(layer, by_page, scale), *self._attend_codes(layer, by_page, scale)])
+        pages = self._attend_full(layer, by_page, scale)
+        if not self.tiers.working:
+            pages = _join([pages, *self._attend_codes(layer, by_page, scale)])
         merged = merge_pages(pages, self._owners, self._order, self.shape.rows * heads)
         if self.ranking != "key_norm":
             mass = (merged.share[..., None] * pages.mass).unflatten(0, (-1, heads))
             received = mass.sum((1, 2)) / (heads * group)
             received = torch.where(torch.isin(self._row_of_page, rows)[:, None], received, 0)
             self.full["score"][layer] += received[: len(self.full)]
-            self.ledger["score"][layer] += received[len(self.full) :]
+            if self.tiers.working:
+                self.ledger["score"][layer, self._code_pages] += received[self._working_pages]
+            else:
+                self.ledger["score"][layer] += received[len(self.full) :]
         return merged.output.unflatten(0, (-1, heads))[rows].flatten(1, 2)
 
     def _attend_fused(self, layer: int, rows: Tensor, queries: Tensor, scale: float) -> Tensor:
@@ -218,8 +230,7 @@ class TieredPool(FamilyPool):
             some = slice(start, start + PAGES_AT_ONCE)
             windows = self.ledger["window"][layer, some] - 1
             codes = CodePages(*(self.ledger[name][layer, some] for name in CodePages.__dataclass_fields__))
-            keys = self.tiers.ledger_keys(layer, some, codes)
-            partials.append(attend_code_pages(of_codes[some], keys, codes, windows, self.bits, scale))
+            partials.append(attend_code_pages(of_codes[some], codes, windows, self._rotary, self.bits, scale))
         return partials
 
     # -- maintenance ---------------------------------------------------------------------------------------------------
@@ -316,7 +327,7 @@ class TieredPool(FamilyPool):
             positions=slots * 4,
             scores=slots * self.full.score_bytes,
             tables=slots,
-            workspace=self.tiers.working.page_bytes * len(held.code_pages) if self.tiers.working is not None else 0,
+            workspace=self.full.arena.page_bytes * len(held.working_pages),
             slack=allocated - kept - tables,
             charged=charged,
             host=records * size.full if self.tiers.originals is not None else 0,
@@ -338,8 +349,7 @@ class TieredPool(FamilyPool):
 
     def allocated_bytes(self) -> int:
         """On the device: what exact promotion keeps in host memory is not in it."""
-        working = self.tiers.working.nbytes if self.tiers.working is not None else 0
-        return self.full.arena.nbytes + self.ledger.arena.nbytes + working
+        return self.full.arena.nbytes + self.ledger.arena.nbytes
 
 
 def _join(parts: list[PagePartials]) -> PagePartials:

@@ -3,15 +3,16 @@
     full        keys, values [L, P, H_kv, s, Ω, d]                      sinks | recent | F
     ledger      packed codes, fp16 scales and offsets, promoted flag    Q, and F that was promoted
     originals   keys, values, in host memory, page for page             of every ledger record, if promotion is exact
-    working     keys as attention reads them, page for page             of every ledger record, on a CPU
+    working     keys, values, in further pages of the full tier         of every ledger record, on a CPU
 
 A window's codes are written once, at its first demotion. Promotion changes a flag: the promoted window is by the
 paper's rule the same low-bit content, so it is read where it lies and nothing is copied; attention does not care about
 order. Demoting it again clears the flag. Exact promotion copies the original back and forgets the record; coded again,
 it gets the same codes. Eviction frees the slot, codes and original included.
 
-On a CPU dequantising and rotating the ledger's keys takes longer than attention, so it is done once per record and not
-at every step. That working copy is memory besides the cache, and counted: kernels that read codes in place need none.
+On a CPU dequantising takes longer than attention, so it is done once per record and not at every step: into slots of
+the full tier that hold no window of their own, slot for slot as in the ledger, so that one product attends to both.
+That working copy is memory besides the cache, and counted: kernels that read codes in place need none.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from torch import Tensor
 from kvcache.pages import PageArena
 from kvcache.pool import PoolShape
 from kvcache.prefill import LayerPrefill
-from qevict.kernels.code_attention import CodePages, rotated_keys
-from qevict.kernels.tiered_attention import compute_dtype
+from qevict.kernels.code_attention import CodePages, dequantized
 from qevict.kernels.window_codes import write_codes
 from qevict.routing import EVICTED, FULL, QUANTIZED, UNTOUCHED, nth_free
 from qevict.slots import FREE, SINK, Where, WindowSlots, slots_per_page
@@ -37,12 +37,13 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass
 class RowSlots:
-    """A row's pages in both tiers, and how many of their slots it may use."""
+    """A row's pages in both tiers, how many of their slots it may use, and the pages of its working copy, if any."""
 
     full_pages: Tensor
     code_pages: Tensor
     full_slots: int
     code_slots: int
+    working_pages: Tensor
 
 
 class Tiers:
@@ -77,8 +78,7 @@ class Tiers:
         )
         stacked: Shapes = {name: ((layers, *dims), dtype) for name, (dims, dtype) in whole.items()}
         self.originals = PageArena(1, HOST, stacked) if originals else None
-        copies: Shapes = {"keys": ((layers, heads, layout.key_dim, slots, window), compute_dtype(shape.dtype))}
-        self.working = PageArena(1, shape.device, copies) if working else None
+        self.working = working
         self.rotary = torch.zeros(2, 0, layout.key_dim // 2, window, device=shape.device)
         """The model's tables by window, [2, W, d / 2, Ω]: both halves of a table are the same."""
 
@@ -86,25 +86,22 @@ class Tiers:
 
     def reserve(self, slots: list[tuple[int, int]]) -> None:
         """Make room for rows with so many full-precision and ledger slots."""
-        self.full.arena.reserve(sum(self.full.pages(full) for full, _ in slots))
-        for arena in (self.ledger.arena, *self._page_for_page()):
-            arena.reserve(sum(self.ledger.pages(codes) for _, codes in slots))
+        code_pages = sum(self.ledger.pages(codes) for _, codes in slots)
+        self.full.arena.reserve(sum(self.full.pages(full) for full, _ in slots) + self.working * code_pages)
+        self.ledger.arena.reserve(code_pages)
 
     def take(self, full_slots: int, code_slots: int) -> RowSlots:
-        row = RowSlots(self.full.take(full_slots), self.ledger.take(code_slots), full_slots, code_slots)
-        for kept in self._page_for_page():  # pages are handed out lowest first, so theirs have the same numbers
-            kept.take(len(row.code_pages))
-        return row
+        full, codes = self.full.take(full_slots), self.ledger.take(code_slots)
+        if self.originals is not None:  # pages are handed out lowest first, so theirs have the same numbers
+            self.originals.take(len(codes))
+        return RowSlots(full, codes, full_slots, code_slots, self.full.take(code_slots * self.working))
 
     def give_back(self, row: RowSlots) -> None:
         self.full.give_back(row.full_pages)
         self.ledger.give_back(row.code_pages)
-        for kept in self._page_for_page():
-            kept.give_back(row.code_pages.to(HOST) if kept is self.originals else row.code_pages)
-
-    def _page_for_page(self) -> list[PageArena]:
-        """What is kept beside the ledger, under its page numbers."""
-        return [arena for arena in (self.originals, self.working) if arena is not None]
+        self.full.give_back(row.working_pages)
+        if self.originals is not None:
+            self.originals.give_back(row.code_pages.to(HOST))
 
     def give_back_beyond(self, row: RowSlots, full_slots: int) -> None:
         """Free the full-precision pages that a row does not need for its first slots."""
@@ -145,8 +142,8 @@ class Tiers:
         left = layer.keys.shape[1] - self.sinks - kept * self.window
         self._write_full(where, *self._of_prompt(layer, kept), left.clamp(max=self.window), kept, scores[kept])
         demoted = (tiers == QUANTIZED).nonzero().flatten()
-        where = self.ledger.at(row.code_pages, index, torch.arange(len(demoted), device=kept.device))
-        self._write_codes(where, *self._of_prompt(layer, demoted), demoted, scores[demoted])
+        records = torch.full_like(demoted, index), torch.arange(len(demoted), device=kept.device)
+        self._write_codes(row, *records, *self._of_prompt(layer, demoted), demoted, scores[demoted])
         return slots[-1:]
 
     def _of_prompt(self, layer: LayerPrefill, windows: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,29 +159,42 @@ class Tiers:
         self.full["fill"][where] = fill.to(torch.uint8)
         self.full.occupy(where, windows, scores)
 
-    def _write_codes(self, where: Where, keys: Tensor, values: Tensor, windows: Tensor, scores: Tensor) -> None:
+    def _write_codes(
+        self,
+        row: RowSlots,
+        layers: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        windows: Tensor,
+        scores: Tensor,
+    ) -> None:
         """Quantise windows into ledger slots. keys [K, H_kv, Ω, d] are coded as they were before rotation."""
         if not len(windows):
             return
+        where = self.ledger.at(row.code_pages, layers, slots)
         ledger = {name: self.ledger[name] for name in CodePages.__dataclass_fields__}
         write_codes(ledger, where, keys, values, windows, self.rotary, self.bits)
         self.ledger["promoted"][where] = False
         self.ledger.occupy(where, windows, scores)
-        if self.working is not None:
+        if self.working:
             layer, page, place = where
-            of_window = CodePages(*(part[layer, page, :, place].unsqueeze(2) for part in ledger.values()))
-            copies = rotated_keys(of_window, windows[:, None], self.rotary, self.bits)
-            self.working["keys"][layer, page, :, :, place] = copies.to(self.working["keys"].dtype)
+            record = CodePages(*(part[layer, page, :, place].unsqueeze(2) for part in ledger.values()))
+            made = dequantized(record, windows[:, None], self.rotary, self.bits)
+            layer, page, place = copy = self.full.at(row.working_pages, layers, slots)
+            for name, part in zip(("keys", "values"), made, strict=True):
+                self.full[name][layer, page, :, place] = part.to(self.shape.dtype)
+            self.full["fill"][copy] = self.window
         if self.originals is not None:
             layer, page, place = (index.to(HOST) for index in where)
             self.originals["keys"][layer, page, :, place] = keys.to(HOST)
             self.originals["values"][layer, page, :, place] = values.to(HOST)
 
-    def ledger_keys(self, layer: int, pages: slice, codes: CodePages) -> Tensor:
-        """Keys of the ledger's pages as attention reads them, kept or made anew. [P, H_kv, d, s * Ω]"""
-        if self.working is not None:
-            return self.working["keys"][layer, pages].flatten(3)
-        return rotated_keys(codes, self.ledger["window"][layer, pages] - 1, self.rotary, self.bits)
+    def _forget(self, row: RowSlots, layers: Tensor, slots: Tensor) -> None:
+        """Free ledger slots."""
+        self.ledger.clear(self.ledger.at(row.code_pages, layers, slots))
+        if self.working:
+            self.full["fill"][self.full.at(row.working_pages, layers, slots)] = 0
 
     # -- an event ------------------------------------------------------------------------------------------------------
 
@@ -204,7 +214,7 @@ class Tiers:
         restored = self._take_originals(row, promoted, layers) if self.originals is not None else None
         newly = promoted.sum() if restored is not None else self._mark_promoted(row, of_code, layers)
         layer, slot = (of_code == EVICTED).nonzero().unbind(1)
-        self.ledger.clear(self.ledger.at(row.code_pages, layer + layers.start, slot))
+        self._forget(row, layer + layers.start, slot)
         self._demote(row, of_full == QUANTIZED, layers)
         layer, slot = ((of_full == QUANTIZED) | (of_full == EVICTED)).nonzero().unbind(1)
         where = self.full.at(row.full_pages, layer + layers.start, slot)
@@ -229,8 +239,7 @@ class Tiers:
         index, page, place = self.full.at(row.full_pages, layer + layers.start, slot)
         keys, values = (self.full[name][index, page, :, place] for name in ("keys", "values"))
         target = _free_slots(self.ledger, row.code_pages, row.code_slots, demoted, layers)
-        where = self.ledger.at(row.code_pages, index, target)
-        self._write_codes(where, keys, values, windows[layer, slot], scores[layer, slot])
+        self._write_codes(row, index, target, keys, values, windows[layer, slot], scores[layer, slot])
 
     def _take_originals(self, row: RowSlots, promoted: Tensor, layers: slice) -> _Restored:
         """What was kept of windows that become full again; their records are forgotten."""
@@ -238,7 +247,7 @@ class Tiers:
         windows, scores = self.ledger.table(row.code_pages, layers)
         layer, slot = promoted.nonzero().unbind(1)
         where = self.ledger.at(row.code_pages, layer + layers.start, slot)
-        self.ledger.clear(where)
+        self._forget(row, layer + layers.start, slot)
         index, page, place = (part.to(HOST) for part in where)
         kept = (self.originals[name][index, page, :, place] for name in ("keys", "values"))
         keys, values = (part.to(promoted.device) for part in kept)

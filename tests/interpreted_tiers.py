@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcache.kernels.paged_attention import PagePartials, attend_pages, merge_pages
 from kvcache.quant import quantize
 from qevict.capacity import Capacities
-from qevict.kernels.code_attention import CodePages, attend_code_pages, rotated_keys
+from qevict.kernels.code_attention import CodePages, attend_code_pages
 from qevict.kernels.tiered_attention import FullPages, PageTables, attend_tiers, plan_launch, rotary_rows
 from qevict.routing import assign_tiers
 
@@ -99,8 +99,7 @@ def plain(given: Case) -> tuple[Tensor, Tensor, Tensor]:
     keys, values = (part.flatten(2, 3).flatten(0, 1) for part in (given.full.keys, given.full.values))
     split = len(given.full.fill)
     of_full = attend_pages(queries[:split].flatten(0, 1), keys, values, valid, SCALE, given.slots)
-    keys = rotated_keys(given.codes, given.windows - 1, given.rotary, given.bits)
-    of_codes = attend_code_pages(queries[split:], keys, given.codes, given.windows - 1, given.bits, SCALE)
+    of_codes = attend_code_pages(queries[split:], given.codes, given.windows - 1, given.rotary, given.bits, SCALE)
     partials = PagePartials(*(torch.cat([getattr(of_full, k), getattr(of_codes, k)]) for k in vars(of_full)))
     owners = (row_of_page[:, None] * heads + torch.arange(heads)).flatten()
     merged = merge_pages(partials, owners, torch.cat(order), len(given.rows) * heads)

@@ -24,6 +24,7 @@ from qevict_cases import (
 from torch import Tensor
 
 from kvcache.budget import Budget
+from kvcache.quant import Quantized, dequantize
 from qevict.kernels.code_attention import CodePages, rotated_keys
 from qevict.method import QEvict
 from qevict.pool import TieredPool
@@ -103,27 +104,31 @@ def test_bytes_stay_in_budget_and_no_token_is_lost_or_doubled(
             everything = range(-(-(tokens + token + 1 - sinks) // window))
             assert {number for number in everything if number >= boundary} <= windows, "a recent window is gone"
             assert len([w for w in windows if w < boundary]) <= room.full + room.quantized + 1
-    assert_working_keys_are_those_of_the_codes(pool)
+    assert_working_copy_is_that_of_the_codes(pool)
     assert pool.peak_held(1) <= budget.total_bytes
     used = pool.memory(1)
-    tokens_of_records = len(pool._held[1].code_pages) * pool.ledger.per_page * window
-    assert used.workspace == tokens_of_records * LAYERS * LAYOUT.layers[0].kv_heads * LAYOUT.layers[0].key_dim * 4
+    assert used.workspace == len(pool._held[1].code_pages) * pool.full.arena.page_bytes
     assert used.held + used.slack == sum(
         slots.arena.page_bytes * len(pages)
         for slots, pages in ((pool.full, pool._held[1].full_pages), (pool.ledger, pool._held[1].code_pages))
     )
 
 
-def assert_working_keys_are_those_of_the_codes(pool: TieredPool) -> None:
-    """Bit for bit, of every record: what attention reads on a CPU is nothing but the codes."""
-    assert pool.tiers.working is not None
-    for layer in range(LAYERS if len(pool.ledger) else 0):
-        codes = CodePages(*(pool.ledger[name][layer] for name in CodePages.__dataclass_fields__))
-        windows = pool.ledger["window"][layer] - 1
-        made = rotated_keys(codes, windows, pool.tiers.rotary, pool.bits).unflatten(3, (-1, pool.window))
-        kept = pool.tiers.working["keys"][layer]
-        held = (windows >= 0)[:, None, None, :, None].expand_as(kept)
-        assert torch.equal(kept[held], made[held])
+def assert_working_copy_is_that_of_the_codes(pool: TieredPool) -> None:
+    """Bit for bit, of every record and of nothing else: what attention reads on a CPU is nothing but the codes."""
+    held = pool._held[1]
+    assert pool.tiers.working
+    for layer in range(LAYERS):
+        codes = CodePages(*(pool.ledger[name][layer, held.code_pages] for name in CodePages.__dataclass_fields__))
+        windows = pool.ledger["window"][layer, held.code_pages] - 1
+        assert torch.equal(pool.full["fill"][layer, held.working_pages], (windows >= 0) * pool.window)
+        if windows.numel():
+            keys = rotated_keys(codes, windows, pool.tiers.rotary, pool.bits).unflatten(3, (-1, pool.window))
+            values = dequantize(Quantized(codes.value_codes, codes.value_scale, codes.value_offset), pool.bits)
+            for name, made in (("keys", keys.permute(0, 1, 3, 4, 2)), ("values", values)):
+                kept = pool.full[name][layer, held.working_pages]
+                record = (windows >= 0)[:, None, :, None, None].expand_as(kept)
+                assert torch.equal(kept[record], made[record])
 
 
 def test_several_tokens_at_once_equal_one_by_one() -> None:

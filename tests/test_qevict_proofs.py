@@ -296,9 +296,17 @@ def shuffle(pool: TieredPool, seed: int) -> None:
                     x[new, :, to_place] = x[old, :, from_place].clone()
                 else:
                     x[new, to_place] = x[old, from_place].clone()
-        if tier is pool.ledger and pool.tiers.working is not None:
-            keys = pool.tiers.working["keys"]
-            keys[:, new, :, :, to_place] = keys[:, old, :, :, from_place].clone()
+        if tier is pool.ledger:  # and the working copy with it
+            old, new = (
+                held.working_pages[order // tier.per_page],
+                held.working_pages[torch.arange(len(order)) // tier.per_page],
+            )
+            for layer in range(LAYERS):
+                for name in ("keys", "values"):
+                    x = pool.full[name][layer]
+                    x[new, :, to_place] = x[old, :, from_place].clone()
+                x = pool.full["fill"][layer]
+                x[new, to_place] = x[old, from_place].clone()
         if tier is pool.full:
             moved = order.argsort()
             for layer in range(LAYERS):

@@ -4,7 +4,7 @@
     v_t = s_v,t c_t + o_v,t          values per token, so   Σ p_t v_t = Σ (p_t s_v,t) c_t + Σ p_t o_v,t
 
 Values stay codes, their scales go into the probabilities. Keys are dequantised and rotated in fp32, never rounded to a
-model's bf16: for the pages at hand, or once per window where the caller keeps them (:func:`rotated_keys`).
+model's bf16, for the pages at hand, and forgotten.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcache.kernels.paged_attention import PagePartials
-from kvcache.quant import unpack
+from kvcache.quant import Quantized, dequantize, unpack
 
 
 @dataclass
@@ -35,18 +35,19 @@ class CodePages:
 
 
 def attend_code_pages(
-    queries: Tensor, keys: Tensor, pages: CodePages, windows: Tensor, bits: int, scale: float
+    queries: Tensor, pages: CodePages, windows: Tensor, rotary: Tensor, bits: int, scale: float
 ) -> PagePartials:
     """Attention inside each page, one segment per window.
 
     Args:
         queries: [P, H_kv, G, d].
-        keys: [P, H_kv, d, T], from :func:`rotated_keys`.
         windows: [P, s] the window in each slot, negative where the slot is free.
+        rotary: [2, W, d / 2, Ω] fp32, the model's cos and sin at the positions of each window.
     """
     heads, slots = pages.key_codes.shape[1], windows.shape[1]
-    scores = torch.bmm(queries.flatten(0, 1).float(), keys.flatten(0, 1).float()).mul_(scale)
-    free = (windows < 0).repeat_interleave(keys.shape[-1] // slots, 1).repeat_interleave(heads, 0)
+    keys = rotated_keys(pages, windows, rotary, bits).flatten(0, 1)
+    scores = torch.bmm(queries.flatten(0, 1).float(), keys).mul_(scale)
+    free = (windows < 0).repeat_interleave(rotary.shape[-1], 1).repeat_interleave(heads, 0)
     scores.masked_fill_(free[:, None], -torch.inf)
     peak = scores.amax(-1)
     weights = scores.sub_(peak.clamp_min(torch.finfo(torch.float32).min)[..., None]).exp_()
@@ -59,15 +60,7 @@ def attend_code_pages(
 
 
 def rotated_keys(pages: CodePages, windows: Tensor, rotary: Tensor, bits: int) -> Tensor:
-    """Keys of all tokens of each page, dequantised, then rotated half-split at their positions.
-
-    Args:
-        windows: [P, s] the window in each slot; what a free slot gives is undefined but finite.
-        rotary: [2, W, d / 2, Ω] fp32, the model's cos and sin at the positions of each window.
-
-    Returns:
-        [P, H_kv, d, T] fp32, T = s Ω.
-    """
+    """[P, H_kv, d, T] fp32: dequantised, then rotated half-split at their positions."""
     parts = (pages.key_codes, pages.key_scale, pages.key_offset)
     codes, scale, offset = (part.transpose(2, 3).contiguous() for part in parts)  # [P, H_kv, d, s, ...]
     keys = torch.addcmul(offset.float()[..., None], unpack(codes, bits), scale.float()[..., None]).flatten(3)
@@ -80,3 +73,10 @@ def rotated_keys(pages: CodePages, windows: Tensor, rotary: Tensor, bits: int) -
     torch.mul(first, cos, out=rotated[:, :, :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=rotated[:, :, half:]).addcmul_(first, sin)
     return rotated
+
+
+def dequantized(pages: CodePages, windows: Tensor, rotary: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of pages of one slot, keys rotated. [P, H_kv, Ω, d], [P, H_kv, Ω, d_v] fp32"""
+    keys = rotated_keys(pages, windows, rotary, bits).transpose(2, 3)
+    values = Quantized(pages.value_codes, pages.value_scale, pages.value_offset)
+    return keys, dequantize(values, bits).squeeze(2)
