@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROWTH = 16
+GROWTH = 8
 """Extents are multiples of this, so that few shapes of products ever occur."""
 
 

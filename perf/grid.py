@@ -46,7 +46,7 @@ class Round:
 def main() -> int:
     options = _options()
     model = load_model(MODEL)
-    prompts = _prompts(model, options.prompts, options.context, options.new)
+    prompts = prompts_of(model, options.prompts, options.context, options.new)
     forks = _forks(options.methods, options.budgets)
     _run(model, FIXED, prompts[:1], forks)  # warms up every path
     at_once = _run(model, FIXED, prompts, forks)[1]
@@ -94,7 +94,7 @@ def _forks(methods: str, budgets: str) -> list[Fork]:
     ]
 
 
-def _prompts(model: LoadedModel, count: int, context: int, new: int) -> list[Prompt]:
+def prompts_of(model: LoadedModel, count: int, context: int, new: int) -> list[Prompt]:
     """Needle prompts; every row generates all its tokens, so that both ways do the same work."""
     request = SampleRequest(MODEL, Protocol(), "niah_single_2", {"max_new_tokens": new}, context, 0, count, None)
     model.stop_ids = frozenset()
