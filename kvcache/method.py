@@ -68,7 +68,7 @@ class Method(ABC):
         return [None] * len(prefills)
 
     def workspace_bytes(self, budget: ResolvedBudget, layout: CacheLayout) -> int:
-        """What a row's copies that outlive a step take, beside its cache, at most. Torch-free: ``plan`` asks."""
+        """What copies that outlive a step take on a CPU, beside a row's cache, at most. Torch-free: ``plan`` asks."""
         return 0
 
     @abstractmethod

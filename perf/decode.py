@@ -45,15 +45,17 @@ class TimedEngine(Engine):
         yield from ()
 
     def _step(self) -> Iterator[Generation]:
-        began = time.perf_counter()
+        busy, began = any(self._rows), time.perf_counter()
         finished = list(super()._step())
-        self.steps, self.seconds = self.steps + 1, self.seconds + self.model.elapsed(began)
+        if busy:
+            self.steps, self.seconds = self.steps + 1, self.seconds + self.model.elapsed(began)
         yield from finished
 
 
 def main() -> int:
     options = _options()
     model = load_model(MODEL)
+    model.stop_ids = frozenset()  # every row generates all its tokens
     method, full = method_class(options.method)(), method_class("full")()
     compared = (
         Fork("full", full, Budget.parse("100%"), "0"),
@@ -79,7 +81,8 @@ def main() -> int:
             )
     slower = any(one["ratio"] > 1 for one in found)
     if options.json:
-        print(json.dumps({"method": options.method, "steps": found, "calibration": calibration()}, indent=1))
+        asked = {"method": options.method, "budget": options.budget, "new": options.new}
+        print(json.dumps({**asked, "steps": found, "calibration": calibration()}, indent=1))
         return int(slower)
     for one in found:
         print(

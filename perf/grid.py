@@ -46,6 +46,7 @@ class Round:
 def main() -> int:
     options = _options()
     model = load_model(MODEL)
+    model.stop_ids = frozenset()  # every row generates all its tokens, so that both ways do the same work
     prompts = prompts_of(model, options.prompts, options.context, options.new)
     forks = _forks(options.methods, options.budgets)
     _run(model, FIXED, prompts[:1], forks)  # warms up every path
@@ -95,9 +96,8 @@ def _forks(methods: str, budgets: str) -> list[Fork]:
 
 
 def prompts_of(model: LoadedModel, count: int, context: int, new: int) -> list[Prompt]:
-    """Needle prompts; every row generates all its tokens, so that both ways do the same work."""
+    """Needle prompts."""
     request = SampleRequest(MODEL, Protocol(), "niah_single_2", {"max_new_tokens": new}, context, 0, count, None)
-    model.stop_ids = frozenset()
     rendered = [(sample, render(sample, model.tokenizer)) for sample in make_samples(request)]
     return [Prompt(sample.index, prompt.ids, [], new, []) for sample, prompt in rendered]
 

@@ -32,6 +32,14 @@ NORM_BYTES = 4
 """And, for the p-norm ranker, an fp32 norm of what earlier events brought."""
 
 
+PAGE_TOKENS = 64
+
+
+def slots_per_page(window: int) -> int:
+    """Window slots are handed out in pages."""
+    return max(1, PAGE_TOKENS // window)
+
+
 @dataclass(frozen=True)
 class WindowBytes:
     """M_f and M_q of one layer, tables apart: bytes of a window in full precision and quantised, over all KV heads."""
@@ -51,6 +59,12 @@ class Capacities:
     strict: bool
     recent: int
     promotion: Promotion = "residency"
+
+    @property
+    def ledger_slots(self) -> int:
+        """Records of promoted windows stay; they count as quantised windows only where the accounting is strict."""
+        stay = self.quantized > 0 and not self.strict and self.promotion == "residency"
+        return self.quantized + (self.full if stay else 0)
 
 
 def window_bytes(window: int, bits: int, layer: LayerLayout, element_bytes: int) -> WindowBytes:

@@ -25,6 +25,7 @@ from qevict.capacity import (
     capacities,
     recent_share,
     recent_tokens,
+    slots_per_page,
 )
 from qevict.rankers import ranking_method
 
@@ -54,7 +55,7 @@ class QEvict(Method):
     """
 
     name: ClassVar[str] = "qevict"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     bounded: ClassVar[bool] = True
 
     window: int = 8
@@ -109,6 +110,10 @@ class QEvict(Method):
         return self.ranker if self.ranker in ("p_norm", "key_norm") else "attention"
 
     @property
+    def _table_bytes(self) -> int:
+        return TABLE_BYTES + (NORM_BYTES if self.ranker == "p_norm" else 0)
+
+    @property
     def eviction_delay(self) -> int:
         """Tokens that follow the prompt before anything is routed."""
         return {"prefill": 0, "first_step": 1, "after_window": self.window}[self.first_eviction]
@@ -156,16 +161,18 @@ class QEvict(Method):
             share=Decimal(str(self.quantized_share)),
             accounting=self.accounting,
             promotion=self.promotion,
-            table_bytes=TABLE_BYTES + (NORM_BYTES if self.ranker == "p_norm" else 0),
+            table_bytes=self._table_bytes,
             fill_full_first=self.fill_full_first,
         )
 
     def workspace_bytes(self, budget: ResolvedBudget, layout: CacheLayout) -> int:
-        """All records as attention on a CPU reads them; kernels on a GPU need none."""
+        """All records as attention on a CPU reads them, whole pages of slots; kernels on a GPU need none."""
         room = self.capacities(budget, layout)
         if room is None:
             return 0
-        return room.quantized * self.window * layout.full_bytes(1)
+        page = slots_per_page(self.window)
+        slots = -(-room.ledger_slots // page) * page
+        return slots * (self.window * layout.full_bytes(1) + len(layout.growing) * self._table_bytes)
 
     def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
         """What each prompt leaves its windows with: [L, W], windows counted from the end of the sinks."""

@@ -1,7 +1,7 @@
 """The tiered family: QEvict's cache for all rows of a batch (§4.3, Algorithm 1).
 
 A row comes with its prompt's windows in their tiers, or with the whole prompt where the first eviction comes later.
-Every step attends to both tiers in place, and what windows receive ranks them at the next routing event.
+Every step attends to both tiers, and what windows receive ranks them at the next routing event.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from qevict.method import QEvict
 
 PAGES_AT_ONCE = 64
-"""Ledger pages whose keys are dequantised at a time: the workspace, which does not outlive the product."""
+"""Ledger pages whose keys are dequantised at a time, where no copy is kept: bounds what a step needs."""
 
 
 @dataclass
@@ -58,6 +58,11 @@ class _Row(RowSlots):
         return tokens >= self.first and (tokens - self.first) % self.method.window == 0
 
 
+def keeps_working_copy(device: torch.device) -> bool:
+    """Whether plain attention reads the ledger from a copy that is dequantised once, or dequantises at every step."""
+    return device.type == "cpu"
+
+
 class TieredPool(FamilyPool):
     """Full-precision windows and a ledger of low-bit windows, for growing layers of one shape."""
 
@@ -70,7 +75,7 @@ class TieredPool(FamilyPool):
         self.layout = shape.layers[0]
         self.layers = len(shape.layers)
         self._fused = fuses(self.layout, window, shape.device)
-        working = shape.device.type == "cpu" and not self._fused
+        working = keeps_working_copy(shape.device) and not self._fused
         self.tiers = Tiers(shape, window, sinks, bits, norm=ranking == "p_norm", originals=originals, working=working)
         self.full, self.ledger = self.tiers.full, self.tiers.ledger
         self._every_layer = slice(0, self.layers)
@@ -289,11 +294,10 @@ class TieredPool(FamilyPool):
     # -- the grid of windows, and memory -------------------------------------------------------------------------------
 
     def _slots_of(self, compressed: TieredCompressed) -> tuple[int, int]:
-        """Full-precision slots and ledger slots of a row. Records of promoted windows count as quantised only where
-        the accounting is strict; until a late first eviction there is a slot for every window."""
+        """Full-precision slots and ledger slots of a row. Until a late first eviction there is a slot for every
+        window."""
         room, method = compressed.room, compressed.method
-        keeps_records = room.quantized and not room.strict and room.promotion == "residency"
-        full, codes = room.protected_slots + room.full, room.quantized + (room.full if keeps_records else 0)
+        full, codes = room.protected_slots + room.full, room.ledger_slots
         if method.eviction_delay:
             sink_slots, history = -(-self.sinks // self.window), compressed.prefill.tokens - self.sinks
             full = max(full, sink_slots + (history + method.eviction_delay) // self.window + 1)

@@ -6,17 +6,13 @@ import torch
 from torch import Tensor
 
 from kvcache.pages import PageArena
+from qevict.capacity import slots_per_page
 
-PAGE_TOKENS = 64
 FREE, SINK = -1, -2
 """What a slot holds instead of a window number."""
 
 Where = tuple[Tensor, Tensor, Tensor]
 """Layer, page and place of some slots, [K] each."""
-
-
-def slots_per_page(window: int) -> int:
-    return max(1, PAGE_TOKENS // window)
 
 
 class WindowSlots:

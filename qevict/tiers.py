@@ -25,10 +25,11 @@ from torch import Tensor
 from kvcache.pages import PageArena
 from kvcache.pool import PoolShape
 from kvcache.prefill import LayerPrefill
+from qevict.capacity import slots_per_page
 from qevict.kernels.code_attention import CodePages, dequantized
 from qevict.kernels.window_codes import write_codes
 from qevict.routing import EVICTED, FULL, QUANTIZED, UNTOUCHED, nth_free
-from qevict.slots import FREE, SINK, Where, WindowSlots, slots_per_page
+from qevict.slots import FREE, SINK, Where, WindowSlots
 from qevict.window_scores import p_norm
 
 HOST = torch.device("cpu")
@@ -91,10 +92,12 @@ class Tiers:
         self.ledger.arena.reserve(code_pages)
 
     def take(self, full_slots: int, code_slots: int) -> RowSlots:
+        # Working pages lie first: after a late first eviction the pages behind them are given back.
+        working = self.full.take(code_slots * self.working)
         full, codes = self.full.take(full_slots), self.ledger.take(code_slots)
         if self.originals is not None:  # pages are handed out lowest first, so theirs have the same numbers
             self.originals.take(len(codes))
-        return RowSlots(full, codes, full_slots, code_slots, self.full.take(code_slots * self.working))
+        return RowSlots(full, codes, full_slots, code_slots, working)
 
     def give_back(self, row: RowSlots) -> None:
         self.full.give_back(row.full_pages)

@@ -83,9 +83,16 @@ def test_outputs_tiers_and_scores_equal_those_of_the_plain_path(
             outputs.append(pool.attend(0, queries, keys, values, positions, counts, SCALE))
             pool.after_step(positions, counts)
         torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
-        for one, other in ((fused.full, plain.full), (fused.ledger, plain.ledger)):
-            assert torch.equal(one["window"], other["window"])
-            torch.testing.assert_close(one["score"], other["score"], rtol=1e-4, atol=1e-5)
+        for row in range(2):
+            one, other = fused._held[row], plain._held[row]
+            for tier, pages, pages_of_plain in (
+                ("full", one.full_pages, other.full_pages),
+                ("ledger", one.code_pages, other.code_pages),
+            ):
+                windows, scores = getattr(fused, tier).table(pages)
+                expected_windows, expected_scores = getattr(plain, tier).table(pages_of_plain)
+                assert torch.equal(windows, expected_windows)
+                torch.testing.assert_close(scores, expected_scores, rtol=1e-4, atol=1e-5)
         for name in ("key_codes", "key_scale", "key_offset", "value_codes", "value_scale", "value_offset", "promoted"):
             assert torch.equal(fused.ledger[name], plain.ledger[name]), name
     assert set(fused.ledger["window"].flatten().tolist()) - at_first, "nothing was coded while decoding"

@@ -15,12 +15,12 @@ from kvcache.baselines.snapkv import SnapKV
 from kvcache.baselines.streaming_llm import StreamingLLM
 from kvcache.budget import Budget
 from kvcache.method import Method
-from kvcache.prefill import Prefill
+from kvcache.prefill import BLOCKS, Prefill
 from lorekv.method import LoreKV
 from qevict.method import QEvict
 from workers.engine import Engine
 from workers.fork import Fork, Generation, Prompt, PromptForks
-from workers.job import EngineSpec
+from workers.job import PROMPTS_AT_ONCE, EngineSpec
 from workers.models import LoadedModel
 
 NEW = 20
@@ -70,6 +70,15 @@ def prompts_of(lengths: tuple[int, ...], forks: list[Fork], appended: int = 0) -
 def test_settings_without_meaning_are_refused(build: Callable[[], Method], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         build()
+
+
+@pytest.mark.parametrize(("forks", "waiting", "taken"), [(3, 9, 4), (1, 9, 8), (3, 2, 2), (20, 9, 4)])
+def test_prompts_are_prefilled_in_groups(forks: int, waiting: int, taken: int) -> None:
+    """As many as fill the eight rows, up to the next whole group, or as there are."""
+    assert PROMPTS_AT_ONCE == BLOCKS, "a group is what one continuation carries"
+    prompts = iter(prompts_of((20,) * waiting, [fork(StreamingLLM(), seed=str(seed)) for seed in range(forks)]))
+    assert len(Engine(tiny_llama(), EngineSpec(8, 64))._enough(prompts)) == taken
+    assert len(list(prompts)) == waiting - taken
 
 
 def test_full_cache_equals_generate(exact_model: LoadedModel) -> None:

@@ -98,13 +98,13 @@ def test_bytes_stay_in_budget_and_no_token_is_lost_or_doubled(
         assert pool.memory(1).held <= budget.total_bytes
         assert pool.memory(1).held <= pool.memory(1).charged <= budget.total_bytes
         feed(pool, token, tokens + token, seed)
+        assert_working_copy_is_that_of_the_codes(pool)
         boundary = pool._boundary(1, tokens + token + 1)
         for layer in range(LAYERS):
             windows = set(state(pool, layer))
             everything = range(-(-(tokens + token + 1 - sinks) // window))
             assert {number for number in everything if number >= boundary} <= windows, "a recent window is gone"
             assert len([w for w in windows if w < boundary]) <= room.full + room.quantized + 1
-    assert_working_copy_is_that_of_the_codes(pool)
     assert pool.peak_held(1) <= budget.total_bytes
     used = pool.memory(1)
     assert used.workspace == len(pool._held[1].code_pages) * pool.full.arena.page_bytes
@@ -112,6 +112,28 @@ def test_bytes_stay_in_budget_and_no_token_is_lost_or_doubled(
         slots.arena.page_bytes * len(pages)
         for slots, pages in ((pool.full, pool._held[1].full_pages), (pool.ledger, pool._held[1].code_pages))
     )
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"promotion": "exact"}, {"first_eviction": "after_window"}, {"accounting": "paper"}], ids=str
+)
+def test_attention_is_the_same_without_a_working_copy(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where codes are dequantised at every step: devices without the fused kernels."""
+    method, tokens, new = QEvict(recent=8, **changes), 150, 40
+    with_copy, _, _ = admitted(method, tokens, "40%", new, seed=3)
+    monkeypatch.setattr("qevict.pool.keeps_working_copy", lambda device: False)
+    without, _, _ = admitted(method, tokens, "40%", new, seed=3)
+    assert without.memory(1).workspace == 0
+    budget = Budget.parse("40%").resolve(tokens, new, "prompt+max_new", LAYOUT)
+    assert with_copy.memory(1).workspace == method.workspace_bytes(budget, LAYOUT) > 0
+    for token in range(new):
+        expected, outputs = (feed(pool, token, tokens + token, seed=3) for pool in (with_copy, without))
+        torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-5)
+        for layer in range(LAYERS):
+            states = state(with_copy, layer), state(without, layer)
+            assert {window: tier for window, (tier, _) in states[0].items()} == {
+                window: tier for window, (tier, _) in states[1].items()
+            }
 
 
 def assert_working_copy_is_that_of_the_codes(pool: TieredPool) -> None:

@@ -59,7 +59,7 @@ def predict_peak(
     base: Base = "prompt",
 ) -> int:
     """Peak bytes while a job with these cells and this many prompts runs: weights, prompts prefilled ahead, a full
-    decode batch. The slack factors were measured on a CPU; a GPU's allocator needs less.
+    decode batch. Slack factors and workspace are those of a CPU; a GPU needs less.
 
     ``context`` 0 stands for the task's own lengths, which are not known here: half of the model's positions.
     """
@@ -71,11 +71,11 @@ def predict_peak(
         return weights + RUNTIME_BYTES
     one = layout.full_bytes(prompt) + layout.sliding_bytes(prompt)
     groups = -(-engine.row_width // (len(forks) * PROMPTS_AT_ONCE))
-    ahead = min(prompts, groups * PROMPTS_AT_ONCE, PREFILLED_BYTES // one + 1)
+    ahead = min(prompts, groups * PROMPTS_AT_ONCE, PREFILLED_BYTES // layout.full_bytes(prompt) + 1)
     rows = sum(forks) / len(forks) * min(engine.row_width, prompts * len(forks))
     rows += layout.sliding_bytes(description.max_positions) * engine.row_width
-    workspace = _workspace(description, engine, prompt)
-    return int(weights + RUNTIME_BYTES + ahead * one * HELD_SLACK + rows * POOL_SLACK + workspace)
+    transient = _transient_bytes(description, engine, prompt)
+    return int(weights + RUNTIME_BYTES + ahead * one * HELD_SLACK + rows * POOL_SLACK + transient)
 
 
 def _fork_bytes(description: ModelDescription, cell: CellSpec, prompt: int, max_new_tokens: int, base: Base) -> int:
@@ -87,7 +87,7 @@ def _fork_bytes(description: ModelDescription, cell: CellSpec, prompt: int, max_
     return held + grown + method.workspace_bytes(budget, description.layout)
 
 
-def _workspace(description: ModelDescription, engine: EngineSpec, prompt: int) -> int:
+def _transient_bytes(description: ModelDescription, engine: EngineSpec, prompt: int) -> int:
     """What one layer of one prefill chunk, and one step's logits, need beside it."""
     config, layer = description.config, description.layout.layers[0]
     chunk, element = min(engine.prefill_chunk, prompt), ELEMENT_BYTES[description.dtype]

@@ -1,10 +1,10 @@
-"""Attention over low-bit windows without reconstructing their values.
+"""Attention over low-bit windows without reconstructing their values; and their reconstruction, for those who keep it.
 
     k_t = R_t (s_k ∘ c_t + o_k)      keys per channel, rotated to their true positions
     v_t = s_v,t c_t + o_v,t          values per token, so   Σ p_t v_t = Σ (p_t s_v,t) c_t + Σ p_t o_v,t
 
-Values stay codes, their scales go into the probabilities. Keys are dequantised and rotated in fp32, never rounded to a
-model's bf16, for the pages at hand, and forgotten.
+In place, values stay codes, their scales go into the probabilities. Keys are dequantised and rotated in fp32, never
+rounded to a model's bf16, for the pages at hand, and forgotten.
 """
 
 from __future__ import annotations
