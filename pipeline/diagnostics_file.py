@@ -9,7 +9,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, fi
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvcache.budget import Base, Budget
-from pipeline.spec import Count, MethodEntry, Section, SpecError, load_text, nearest
+from pipeline.spec import Count, MethodEntry, Section, SpecError, load_file, nearest
 from qevict.method import QEvict
 from workers.job import ModelSpec
 
@@ -78,12 +78,9 @@ class DiagnosticsFile(Section):
 def load_diagnostics(path: Path | str) -> DiagnosticsFile:
     """Read and check a file; its ``texts`` are relative to its folder. Raises :class:`SpecError`."""
     file = Path(path)
+    content = load_file(file)
     try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpecError(file, [("", f"cannot be read: {error.strerror}")]) from None
-    try:
-        loaded = DiagnosticsFile.model_validate(load_text(text, file))
+        loaded = DiagnosticsFile.model_validate(content)
     except ValidationError as error:
         raise SpecError(file, [_problem(detail) for detail in error.errors()]) from None
     return loaded.model_copy(update={"texts": [str(file.parent / Path(one).expanduser()) for one in loaded.texts]})

@@ -260,16 +260,22 @@ class SweepFile(Section):
 def load_sweep(path: Path | str) -> SweepFile:
     """Read and check a sweep file. Raises :class:`SpecError`."""
     file = Path(path)
+    content = load_file(file)
+    try:
+        return SweepFile.model_validate(content, context={"folder": file.parent})
+    except ValidationError as error:
+        raise SpecError(file, [_problem(detail) for detail in error.errors()]) from None
+
+
+def load_file(file: Path) -> dict[str, Any]:
+    """The YAML of a file, not checked further."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise SpecError(file, [("", f"cannot be read: {error.strerror}")]) from None
     except UnicodeDecodeError:
         raise SpecError(file, [("", "is not UTF-8 text")]) from None
-    try:
-        return SweepFile.model_validate(load_text(text, file), context={"folder": file.parent})
-    except ValidationError as error:
-        raise SpecError(file, [_problem(detail) for detail in error.errors()]) from None
+    return load_text(text, file)
 
 
 def load_text(text: str, file: Path | str) -> dict[str, Any]:

@@ -356,6 +356,13 @@ def test_bad_files_are_told_where_they_are_bad(tmp_path: Path, changes: dict[str
     assert str(caught.value).startswith(f"{file}: {said}")
 
 
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "diagnostics.yaml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match="is not UTF-8 text"):
+        load_diagnostics(file)
+
+
 def test_texts_are_relative_to_their_file(tmp_path: Path) -> None:
     loaded = load_diagnostics(write(tmp_path, texts=["a.txt", "/b.txt"]))
     assert loaded.texts == [str(tmp_path / "a.txt"), "/b.txt"]
