@@ -49,12 +49,22 @@ class PromptEvictor(Method):
 
     def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
         from kvcache.ragged import RaggedCompressed
-        from kvcache.select import keep_top, protect_ends
 
-        first, last = self.protected_ends
-        protected = protect_ends(prefill.tokens, first, last, prefill.logits.device)
-        kept = [list(keep_top(scores, budget.prompt_budget, protected)) for scores in examined]
-        return RaggedCompressed(prefill, kept)
+        return RaggedCompressed(prefill, self.keep(prefill, budget, examined))
+
+    def keep(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> list[list[Tensor]]:
+        """Kept positions of every KV head, ascending: [layers][H_kv] of [k] int64. The best of every head, the same
+        number in all; methods with budgets per head or layer choose otherwise, and keep the total."""
+        from kvcache.select import keep_top
+
+        protected = self.protected(prefill)
+        return [list(keep_top(scores, budget.prompt_budget, protected)) for scores in examined]
+
+    def protected(self, prefill: Prefill) -> Tensor:
+        """[n] bool: the tokens that every head keeps."""
+        from kvcache.select import protect_ends
+
+        return protect_ends(prefill.tokens, *self.protected_ends, prefill.logits.device)
 
     def new_pool(self, shape: PoolShape) -> FamilyPool:
         from kvcache.ragged import RaggedPool

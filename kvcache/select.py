@@ -6,6 +6,10 @@ the lower position.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
+from math import floor
+
 import torch
 from torch import Tensor
 
@@ -34,6 +38,48 @@ def keep_top(scores: Tensor, count: int, protected: Tensor | None = None) -> Ten
             raise ValueError(f"{int(protected.sum())} protected tokens do not fit into {count}")
         scores = scores.masked_fill(protected, torch.inf)
     return rank(scores)[..., :count].sort(-1).values
+
+
+def keep_counts(scores: Tensor, counts: Sequence[int], protected: Tensor | None = None) -> list[Tensor]:
+    """Like :func:`keep_top`, with a number of its own for every head. -> [H] of [min(count, n)] int64, ascending"""
+    order = rank(scores if protected is None else scores.masked_fill(protected, torch.inf))
+    if protected is not None and len(counts) and int(protected.sum()) > min(counts):
+        raise ValueError(f"{int(protected.sum())} protected tokens do not fit into {min(counts)}")
+    return [own[:count].sort().values for own, count in zip(order, counts, strict=True)]
+
+
+def apportion(shares: Sequence[float], total: int, most: int) -> list[int]:
+    """Whole numbers in proportion to ``shares`` that add up to ``total``, none above ``most``.
+
+    Largest remainder, ties to the lower place; what a full place cannot take goes to the others, in proportion. Shares
+    that are all zero count as equal.
+
+    Raises:
+        ValueError: the places cannot hold ``total``.
+    """
+    if total > most * len(shares):
+        raise ValueError(f"{total} do not fit into {len(shares)} places of {most}")
+    exact = [Fraction(share) for share in shares]
+    given, left = [0] * len(shares), total
+    while left:
+        open_places = [place for place, count in enumerate(given) if count < most]
+        weights = {place: exact[place] for place in open_places}
+        if not any(weights.values()):
+            weights = dict.fromkeys(open_places, Fraction(1))
+        parts = {place: weight * left / sum(weights.values()) for place, weight in weights.items()}
+        overfull = [place for place in open_places if given[place] + parts[place] >= most]
+        if overfull:
+            for place in overfull:
+                left -= most - given[place]
+                given[place] = most
+            continue
+        for place, part in parts.items():
+            given[place] += floor(part)
+            left -= floor(part)
+        for place in sorted(parts, key=lambda place: (floor(parts[place]) - parts[place], place))[:left]:
+            given[place] += 1
+            left -= 1
+    return given
 
 
 def protect_ends(tokens: int, first: int, last: int, device: torch.device | None = None) -> Tensor:

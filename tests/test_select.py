@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.select import keep_top, protect_ends
+from kvcache.select import apportion, keep_counts, keep_top, protect_ends
 
 
 def test_ties_break_by_lower_position_and_positions_ascend() -> None:
@@ -35,3 +35,31 @@ def test_kept_are_the_best_without_repeats(rows: list[list[float]], count: int) 
         assert len(kept) == min(count, 7)
         best = sorted(range(7), key=lambda position: (-row[position], position))[:count]
         assert kept == sorted(best)
+
+
+def test_heads_with_counts_of_their_own() -> None:
+    scores = torch.tensor([[3.0, 1, 2, 0], [0, 0, 0, 5]])
+    assert [head.tolist() for head in keep_counts(scores, [3, 1])] == [[0, 1, 2], [3]]
+    assert [head.tolist() for head in keep_counts(scores, [1, 2], protect_ends(4, 0, 1))] == [[3], [0, 3]]
+    with pytest.raises(ValueError, match="1 protected tokens do not fit into 0"):
+        keep_counts(scores, [0, 2], protect_ends(4, 0, 1))
+
+
+def test_apportioned_by_largest_remainder() -> None:
+    assert apportion([1, 1, 1], 4, 9) == [2, 1, 1]
+    assert apportion([0.5, 0.3, 0.2], 10, 9) == [5, 3, 2]
+    assert apportion([9, 1, 1], 12, 6) == [6, 3, 3], "what the first cannot take goes to the others"
+    assert apportion([0, 0, 5], 6, 4) == [1, 1, 4]
+    with pytest.raises(ValueError, match="9 do not fit into 2 places of 4"):
+        apportion([1, 1], 9, 4)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6), st.integers(0, 60), st.integers(10, 20))
+def test_apportioned_is_exact_capped_and_in_order(shares: list[float], total: int, most: int) -> None:
+    total = min(total, most * len(shares))
+    given_ = apportion(shares, total, most)
+    assert sum(given_) == total
+    assert all(0 <= count <= most for count in given_)
+    for one, count in zip(shares, given_, strict=True):
+        for other, fewer in zip(shares, given_, strict=True):
+            assert one <= other or count >= fewer, "a larger share never gets less"
