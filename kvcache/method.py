@@ -67,6 +67,12 @@ class Method(ABC):
         """
         return [None] * len(prefills)
 
+    def peak_bytes(self, budget: ResolvedBudget, layout: CacheLayout) -> int:
+        """The most that a row's cache holds: its budget, and new tokens where the method adds them to it. Torch-free:
+        ``plan`` asks."""
+        grown = 0 if self.bounded or budget.base == "prompt+max_new" else layout.full_bytes(budget.new_tokens)
+        return min(budget.total_bytes + grown, layout.full_bytes(budget.prompt_tokens + budget.new_tokens))
+
     def workspace_bytes(self, budget: ResolvedBudget, layout: CacheLayout) -> int:
         """What copies that outlive a step take on a CPU, beside a row's cache, at most. Torch-free: ``plan`` asks."""
         return 0

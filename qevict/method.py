@@ -26,6 +26,7 @@ from qevict.capacity import (
     recent_share,
     recent_tokens,
     slots_per_page,
+    window_bytes,
 )
 from qevict.rankers import ranking_method
 
@@ -164,6 +165,28 @@ class QEvict(Method):
             table_bytes=self._table_bytes,
             fill_full_first=self.fill_full_first,
         )
+
+    def slots(self, room: Capacities, prompt_tokens: int) -> tuple[int, int]:
+        """Full-precision slots and ledger slots of a row, in every layer. Until a late first eviction there is a slot
+        for every window."""
+        full = room.protected_slots + room.full
+        if self.eviction_delay:
+            history = prompt_tokens - self.sinks + self.eviction_delay
+            full = max(full, -(-self.sinks // self.window) + history // self.window + 1)
+        return full, room.ledger_slots
+
+    def peak_bytes(self, budget: ResolvedBudget, layout: CacheLayout) -> int:
+        """The budget, or the whole prompt until a late first eviction. Paper accounting may hold somewhat more."""
+        room, layer = self.capacities(budget, layout), layout.layers[layout.growing[0]]
+        if room is None:
+            return 0
+        tables = sum(self.slots(room, budget.prompt_tokens)) * self._table_bytes * len(layout.growing)
+        record = window_bytes(self.window, self.bits, layer, layout.element_bytes).quantized * len(layout.growing)
+        held = layout.full_bytes(budget.prompt_tokens + budget.new_tokens) + room.ledger_slots * record + tables
+        if not budget.unlimited:
+            held = min(budget.total_bytes, held)
+        delay = min(self.eviction_delay, budget.new_tokens)
+        return max(held, layout.full_bytes(budget.prompt_tokens + delay) + tables) if delay else held
 
     def workspace_bytes(self, budget: ResolvedBudget, layout: CacheLayout) -> int:
         """All records as attention on a CPU reads them, whole pages of slots; kernels on a GPU need none."""

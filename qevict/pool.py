@@ -75,8 +75,9 @@ class TieredPool(FamilyPool):
         self.layout = shape.layers[0]
         self.layers = len(shape.layers)
         self._fused = fuses(self.layout, window, shape.device)
-        working = keeps_working_copy(shape.device) and not self._fused
-        self.tiers = Tiers(shape, window, sinks, bits, norm=ranking == "p_norm", originals=originals, working=working)
+        kinds = {"norm": ranking == "p_norm", "originals": originals}
+        copies = keeps_working_copy(shape.device) and not self._fused
+        self.tiers = Tiers(shape, window, sinks, bits, **kinds, keeps_copy=copies)
         self.full, self.ledger = self.tiers.full, self.tiers.ledger
         self._every_layer = slice(0, self.layers)
         self._held: dict[int, _Row] = {}
@@ -141,11 +142,11 @@ class TieredPool(FamilyPool):
         """Who owns which page, and the order in which a row's pages are merged: full precision, then ledger, whose
         working copy has pages of the full tier."""
         heads = torch.arange(self.layout.kv_heads, device=self.shape.device)
-        working = self.tiers.working
-        rows = self._tail_page.new_zeros(len(self.full) + (0 if working else len(self.ledger)))
+        copied = self.tiers.keeps_copy
+        rows = self._tail_page.new_zeros(len(self.full) + (0 if copied else len(self.ledger)))
         order = [heads[:0]]
         for row, held in sorted(self._held.items()):
-            records = held.working_pages if working else held.code_pages + len(self.full)
+            records = held.working_pages if copied else held.code_pages + len(self.full)
             pages = torch.cat([held.full_pages, records])
             rows[pages] = row
             order.append((pages * len(heads) + heads[:, None]).flatten())
@@ -155,7 +156,7 @@ class TieredPool(FamilyPool):
             codes = {row: held.code_pages for row, held in self._held.items()}
             self._tables = PageTables.of(self.shape.rows, full, codes, self.shape.device)
             self._rotary_rows = rotary_rows(self._rotary, self.shape.dtype)
-        if working:
+        if copied:
             self._code_pages = torch.cat([heads[:0], *(held.code_pages for held in self._held.values())])
             self._working_pages = torch.cat([heads[:0], *(held.working_pages for held in self._held.values())])
         self._owners = (rows[:, None] * len(heads) + heads).flatten()
@@ -199,7 +200,7 @@ class TieredPool(FamilyPool):
         by_row[rows] = queries.unflatten(1, (heads, group))
         by_page = by_row[self._row_of_page]
         pages = self._attend_full(layer, by_page, scale)
-        if not self.tiers.working:
+        if not self.tiers.keeps_copy:
             pages = _join([pages, *self._attend_codes(layer, by_page, scale)])
         merged = merge_pages(pages, self._owners, self._order, self.shape.rows * heads)
         if self.ranking != "key_norm":
@@ -207,7 +208,7 @@ class TieredPool(FamilyPool):
             received = mass.sum((1, 2)) / (heads * group)
             received = torch.where(torch.isin(self._row_of_page, rows)[:, None], received, 0)
             self.full["score"][layer] += received[: len(self.full)]
-            if self.tiers.working:
+            if self.tiers.keeps_copy:
                 self.ledger["score"][layer, self._code_pages] += received[self._working_pages]
             else:
                 self.ledger["score"][layer] += received[len(self.full) :]
@@ -294,14 +295,7 @@ class TieredPool(FamilyPool):
     # -- the grid of windows, and memory -------------------------------------------------------------------------------
 
     def _slots_of(self, compressed: TieredCompressed) -> tuple[int, int]:
-        """Full-precision slots and ledger slots of a row. Until a late first eviction there is a slot for every
-        window."""
-        room, method = compressed.room, compressed.method
-        full, codes = room.protected_slots + room.full, room.ledger_slots
-        if method.eviction_delay:
-            sink_slots, history = -(-self.sinks // self.window), compressed.prefill.tokens - self.sinks
-            full = max(full, sink_slots + (history + method.eviction_delay) // self.window + 1)
-        return full, codes
+        return compressed.method.slots(compressed.room, compressed.prefill.tokens)
 
     def _boundary(self, row: int, tokens: int) -> int:
         """Windows below this number lie wholly outside the recent region and may be routed."""

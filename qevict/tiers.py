@@ -51,7 +51,7 @@ class Tiers:
     """Both tiers of all rows, for growing layers of one shape."""
 
     def __init__(
-        self, shape: PoolShape, window: int, sinks: int, bits: int, *, norm: bool, originals: bool, working: bool
+        self, shape: PoolShape, window: int, sinks: int, bits: int, *, norm: bool, originals: bool, keeps_copy: bool
     ) -> None:
         self.shape, self.window, self.sinks, self.bits = shape, window, sinks, bits
         self.layout = layout = shape.layers[0]
@@ -79,7 +79,7 @@ class Tiers:
         )
         stacked: Shapes = {name: ((layers, *dims), dtype) for name, (dims, dtype) in whole.items()}
         self.originals = PageArena(1, HOST, stacked) if originals else None
-        self.working = working
+        self.keeps_copy = keeps_copy
         self.rotary = torch.zeros(2, 0, layout.key_dim // 2, window, device=shape.device)
         """The model's tables by window, [2, W, d / 2, Ω]: both halves of a table are the same."""
 
@@ -88,12 +88,12 @@ class Tiers:
     def reserve(self, slots: list[tuple[int, int]]) -> None:
         """Make room for rows with so many full-precision and ledger slots."""
         code_pages = sum(self.ledger.pages(codes) for _, codes in slots)
-        self.full.arena.reserve(sum(self.full.pages(full) for full, _ in slots) + self.working * code_pages)
+        self.full.arena.reserve(sum(self.full.pages(full) for full, _ in slots) + self.keeps_copy * code_pages)
         self.ledger.arena.reserve(code_pages)
 
     def take(self, full_slots: int, code_slots: int) -> RowSlots:
         # Working pages lie first: after a late first eviction the pages behind them are given back.
-        working = self.full.take(code_slots * self.working)
+        working = self.full.take(code_slots * self.keeps_copy)
         full, codes = self.full.take(full_slots), self.ledger.take(code_slots)
         if self.originals is not None:  # pages are handed out lowest first, so theirs have the same numbers
             self.originals.take(len(codes))
@@ -180,7 +180,7 @@ class Tiers:
         write_codes(ledger, where, keys, values, windows, self.rotary, self.bits)
         self.ledger["promoted"][where] = False
         self.ledger.occupy(where, windows, scores)
-        if self.working:
+        if self.keeps_copy:
             layer, page, place = where
             record = CodePages(*(part[layer, page, :, place].unsqueeze(2) for part in ledger.values()))
             made = dequantized(record, windows[:, None], self.rotary, self.bits)
@@ -196,7 +196,7 @@ class Tiers:
     def _forget(self, row: RowSlots, layers: Tensor, slots: Tensor) -> None:
         """Free ledger slots."""
         self.ledger.clear(self.ledger.at(row.code_pages, layers, slots))
-        if self.working:
+        if self.keeps_copy:
             self.full["fill"][self.full.at(row.working_pages, layers, slots)] = 0
 
     # -- an event ------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from models import prompt_ids, tiny_llama
 from kvcache.baselines.snapkv import SnapKV
 from kvcache.baselines.streaming_llm import StreamingLLM
 from kvcache.budget import Base, Budget
+from kvcache.layout import CacheLayout
 from lorekv.method import LoreKV
 from qevict.method import QEvict
 from workers.engine import Engine
-from workers.fork import Fork, Prompt
+from workers.fork import Fork, Generation, Prompt
 from workers.job import EngineSpec
 from workers.models import LoadedModel
 
@@ -31,6 +32,10 @@ METHODS = (
     QEvict(recent=8, promotion="none", ranker="lorekv"),
 )
 SHAPES = ((4, 4, 8), (6, 2, 16), (8, 1, 32), (6, 3, 64))
+
+
+LATE = (QEvict(recent=8, first_eviction="first_step"), QEvict(recent=8, first_eviction="after_window"))
+"""Until their first eviction they hold the whole prompt, as the plan says."""
 
 
 @lru_cache(maxsize=2)
@@ -50,14 +55,18 @@ def model(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Loade
 def test_bytes_held_never_exceed_the_budget(
     shape: tuple[int, int, int], dtype: torch.dtype, lengths: list[int], question: int, base: Base, budget: str
 ) -> None:
-    forks = [Fork(method, method, Budget.parse(budget), "0") for method in METHODS]
+    forks = [Fork(method, method, Budget.parse(budget), "0") for method in (*METHODS, *LATE)]
     prompts = [
         Prompt(length, prompt_ids(length), prompt_ids(question) if question else [], NEW, forks, base=base)
         for length in lengths
     ]
     finished = list(Engine(model(*shape, dtype), EngineSpec(6, 64)).run(prompts))
-    assert len(finished) == len(prompts) * len(METHODS)
+    assert len(finished) == len(prompts) * (len(METHODS) + len(LATE))
     for generation in finished:
+        most = _most(generation, model(*shape, dtype).layout)
+        assert generation.error or max(generation.peak_held, generation.at_end.held) <= most
+        if generation.fork.method in LATE:
+            continue
         if generation.error:
             assert "must" in generation.error, "only a budget below what must be kept may fail"
             continue
@@ -65,3 +74,7 @@ def test_bytes_held_never_exceed_the_budget(
         bounded = base == "prompt+max_new" or generation.fork.method.bounded
         held = max(generation.peak_held, generation.at_end.held) if bounded else generation.at_prefill.held
         assert held <= generation.budget.total_bytes
+
+
+def _most(generation: Generation, layout: CacheLayout) -> int:
+    return generation.fork.method.peak_bytes(generation.budget, layout) if generation.budget is not None else 0

@@ -139,7 +139,7 @@ def test_attention_is_the_same_without_a_working_copy(changes: dict[str, Any], m
 def assert_working_copy_is_that_of_the_codes(pool: TieredPool) -> None:
     """Bit for bit, of every record and of nothing else: what attention reads on a CPU is nothing but the codes."""
     held = pool._held[1]
-    assert pool.tiers.working
+    assert pool.tiers.keeps_copy
     for layer in range(LAYERS):
         codes = CodePages(*(pool.ledger[name][layer, held.code_pages] for name in CodePages.__dataclass_fields__))
         windows = pool.ledger["window"][layer, held.code_pages] - 1

@@ -18,7 +18,6 @@ FOLDER = Path(__file__).parent
 FILES = sorted(path.name for path in FOLDER.glob("interpreted_*.py"))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("file", FILES)
 def test_kernels_equal_the_plain_path_in_the_interpreter(file: str) -> None:

@@ -82,9 +82,7 @@ def _fork_bytes(description: ModelDescription, cell: CellSpec, prompt: int, max_
     """A row at its largest: what the budget allows, the generated tokens where the method adds them, its workspace."""
     method = method_class(cell.method)(**cell.settings)
     budget = Budget.parse(cell.budget).resolve(prompt, max_new_tokens, base, description.layout)
-    held = min(budget.total_bytes, description.layout.full_bytes(prompt + max_new_tokens))
-    grown = 0 if method.bounded else description.layout.full_bytes(max_new_tokens)
-    return held + grown + method.workspace_bytes(budget, description.layout)
+    return method.peak_bytes(budget, description.layout) + method.workspace_bytes(budget, description.layout)
 
 
 def _transient_bytes(description: ModelDescription, engine: EngineSpec, prompt: int) -> int:
