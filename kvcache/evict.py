@@ -36,7 +36,7 @@ class PromptEvictor(Method):
         """Utility of every prompt token: one [H_kv, n] fp32 tensor per growing layer, higher = keep."""
 
     def impossible(self, budget: ResolvedBudget, layout: CacheLayout) -> str | None:
-        needed = min(sum(self.protected_ends), budget.prompt_tokens)
+        needed = min(max(sum(self.protected_ends), 1), budget.prompt_tokens)
         if budget.prompt_budget >= needed:
             return None
         reserved = f" after {budget.new_tokens} new ones" if budget.base == "prompt+max_new" else ""
@@ -46,6 +46,11 @@ class PromptEvictor(Method):
     def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
         """The ``scores`` of each prompt; methods that run the model again score prompts together."""
         return [self.scores(prefill, seed) for prefill, seed in zip(prefills, seeds, strict=True)]
+
+    def utilities(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[list[Tensor]]:
+        """The ``scores`` of each prompt, for those who rank with them; a method whose ``examine`` finds more than
+        scores takes them out of it."""
+        return self.examine(prefills, seeds)
 
     def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
         from kvcache.ragged import RaggedCompressed
@@ -59,6 +64,17 @@ class PromptEvictor(Method):
 
         protected = self.protected(prefill)
         return [list(keep_top(scores, budget.prompt_budget, protected)) for scores in examined]
+
+    def room(self, prefill: Prefill, budget: ResolvedBudget) -> int:
+        """Tokens that a KV head may keep on average beside the protected ones.
+
+        Raises:
+            ValueError: these alone exceed the budget.
+        """
+        ends = min(sum(self.protected_ends), prefill.tokens)
+        if ends > budget.prompt_budget:
+            raise ValueError(f"{ends} protected tokens do not fit into {budget.prompt_budget}")
+        return budget.prompt_budget - ends
 
     def protected(self, prefill: Prefill) -> Tensor:
         """[n] bool: the tokens that every head keeps."""

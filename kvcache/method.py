@@ -27,14 +27,25 @@ ENTRY_POINTS = "kvsweep.methods"
 
 @dataclass(frozen=True)
 class Observations:
-    """What prefill records on the way: the last ``queries`` rotated queries of every growing layer, and the attention
-    that every key received from all prompt queries (``column_sums``)."""
+    """What prefill records on the way: the last ``queries`` rotated queries of every growing layer, the attention that
+    every key received from all prompt queries (``column_sums``), mean and covariance of all queries but the first k,
+    before rotation, for every k in ``query_moments``, mean and variance of the hidden states that enter attention
+    (``hidden_moments``), and the probe queries (:mod:`kvcache.probes`) of every share in ``probes``."""
 
     queries: int = 0
     column_sums: bool = False
+    query_moments: frozenset[int] = frozenset()
+    hidden_moments: bool = False
+    probes: frozenset[float] = frozenset()
 
     def __or__(self, other: Observations) -> Observations:
-        return Observations(max(self.queries, other.queries), self.column_sums or other.column_sums)
+        return Observations(
+            max(self.queries, other.queries),
+            self.column_sums or other.column_sums,
+            self.query_moments | other.query_moments,
+            self.hidden_moments or other.hidden_moments,
+            self.probes | other.probes,
+        )
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,8 @@ class Method(ABC):
     """Raised with every change that can move a number: rows of another version are other cells."""
     bounded: ClassVar[bool] = False
     """Whether the method itself keeps generated tokens within the budget."""
+    fixed: ClassVar[bool] = False
+    """Whether its settings alone say what it holds, so that budgets change nothing: a sweep has one cell of it."""
 
     @property
     def stochastic(self) -> bool:

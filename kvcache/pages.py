@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -69,6 +71,11 @@ class PageArena:
     @property
     def page_bytes(self) -> int:
         return self.nbytes // max(len(self._used), 1)
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of one page of one tensor."""
+        tensor = self._tensors[name]
+        return tensor.itemsize * prod(size for dim, size in enumerate(tensor.shape) if dim != self._dim)
 
     def _measure(self) -> None:
         self.extent = _rounded(int(self._used.nonzero().max()) + 1) if bool(self._used.any()) else 0

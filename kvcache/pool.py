@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,9 +65,11 @@ class PoolShape:
 
 @dataclass
 class Compressed:
-    """What a method keeps of a prompt. Each storage family has its own subclass."""
+    """What a method keeps of a prompt, and ``facts`` on how it came to that, as JSON for the row's result. Each storage
+    family has its own subclass."""
 
     prefill: Prefill
+    facts: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
 
 class FamilyPool(ABC):

@@ -35,7 +35,7 @@ class RaggedPool(FamilyPool):
 
     def __init__(self, shape: PoolShape) -> None:
         super().__init__(shape)
-        self._layers = [_LayerPages(layer, shape) for layer in shape.layers]
+        self._layers = [LayerPages(layer, shape) for layer in shape.layers]
 
     def expect(self, coming: Sequence[Compressed]) -> None:
         for index, pages in enumerate(self._layers):
@@ -71,7 +71,7 @@ class RaggedPool(FamilyPool):
         return sum(pages.arena.nbytes for pages in self._layers)
 
 
-class _LayerPages:
+class LayerPages:
     """The pages of one layer."""
 
     def __init__(self, layout: LayerLayout, shape: PoolShape) -> None:
@@ -130,12 +130,15 @@ class _LayerPages:
         owners, owner = self.owners(rows), self.arena["owner"]
         grouped = queries.new_zeros(len(self.lengths), self.group, queries.shape[-1])
         grouped[owners] = queries.unflatten(1, (self.heads, self.group)).flatten(0, 1)
-        filled = (self.lengths[owner] - self.arena["ordinal"] * PAGE) * self.arena.used
-        valid = torch.arange(PAGE, device=filled.device) < filled[:, None]
-        partials = attend_pages(grouped[owner], self.arena["keys"], self.arena["values"], valid, scale)
+        partials = attend_pages(grouped[owner], self.arena["keys"], self.arena["values"], self.filled(), scale)
         merged = merge_pages(partials, owner, self.order, len(self.lengths))
         output = merged.output[owners].to(queries.dtype)
         return output.unflatten(0, (len(rows), self.heads)).flatten(1, 2)
+
+    def filled(self) -> Tensor:
+        """Slots that hold a token. [P, 64] bool"""
+        tokens = (self.lengths[self.arena["owner"]] - self.arena["ordinal"] * PAGE) * self.arena.used
+        return torch.arange(PAGE, device=tokens.device) < tokens[:, None]
 
     def free(self, row: int) -> None:
         owners = self.owners(self.tail.new_tensor([row]))

@@ -48,7 +48,7 @@ def keep_counts(scores: Tensor, counts: Sequence[int], protected: Tensor | None 
     return [own[:count].sort().values for own, count in zip(order, counts, strict=True)]
 
 
-def apportion(shares: Sequence[float], total: int, most: int) -> list[int]:
+def apportion(shares: Sequence[float | Fraction], total: int, most: int) -> list[int]:
     """Whole numbers in proportion to ``shares`` that add up to ``total``, none above ``most``.
 
     Largest remainder, ties to the lower place; what a full place cannot take goes to the others, in proportion. Shares

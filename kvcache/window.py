@@ -2,8 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvcache.prefill import LayerPrefill
+
+
+def pooled_window_scores(
+    layer: LayerPrefill, tokens: int, window: int, kernel: int, pooling: Literal["max", "avg"]
+) -> Tensor:
+    """SnapKV's score: what the last ``window`` queries attend to, and its neighbours.
+
+    score(i) = mean over the group of  pool_i( sum over the window's queries of  softmax(q K^T / sqrt(d))_i )
+
+    Border positions: maximum pooling ignores what lies outside, average pooling counts it as zero.
+
+    Returns:
+        [H_kv, n] fp32, 0 for the window itself, which is not scored.
+    """
+    assert layer.queries is not None
+    pool = max_pool1d if pooling == "max" else avg_pool1d
+    prefix = max(tokens - window, 0)
+    scored = torch.zeros(len(layer.keys), tokens, device=layer.keys.device)
+    heads = layer.queries[:, -window:].unflatten(0, (len(layer.keys), -1))
+    for head, queries in enumerate(heads if prefix else ()):
+        received = window_attention(queries, layer.keys[head], layer.scale)[..., :prefix].sum(1)
+        scored[head, :prefix] = pool(received, kernel, stride=1, padding=kernel // 2).mean(0)
+    return scored
 
 
 def window_attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:

@@ -39,9 +39,12 @@ class Worker:
 
     def run(self, job: Job) -> Iterator[list[Row]]:
         """The rows of a job, in lists of what is finished. A sample's own exception is a failed row already."""
-        from workers.evaluate import run_job
+        if job.timing is not None:
+            from workers.timing import time_job as rows_of
+        else:
+            from workers.evaluate import run_job as rows_of
 
-        for rows in batches(run_job(self._model, job), self._engine):
+        for rows in batches(rows_of(self._model, job), self._engine):
             for row in rows:
                 row.job_id, row.attempt = job.job_id, job.attempt
                 for name, value in self._provenance.items():

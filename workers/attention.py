@@ -12,7 +12,8 @@ windows included, from true positions.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,20 +23,31 @@ from transformers import AttentionInterface
 from kvcache.kernels.column_sums import add_column_sums
 from kvcache.layout import CacheLayout, LayerLayout
 from kvcache.method import Observations
+from kvcache.moments import QueryMoments
+from kvcache.prefill import Rotary
+from kvcache.probes import probe_positions
+from kvcache.rotary import unrotate
+from workers.partial_rotary import half_split_order
 
 ATTENTION = "kvsweep"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+GATES, ORDER = "kvsweep_gates", "kvsweep_order"
+"""Attributes of attention modules: the gates of the pass under way, the order of a head's dimensions."""
 
 
 class UnsupportedAttention(RuntimeError):
     """The model asks for something that this engine does not compute."""
 
 
-class Step(Protocol):
+class Step(ABC):
     """What happens inside attention during one forward pass."""
 
+    @abstractmethod
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """New tokens of all rows, rotated. queries [B, H_q, t, d], keys, values [B, H_kv, t, d] -> [B, H_q, t, d_v]"""
+
+    def see_gates(self, layer: int, logits: Tensor) -> None:  # noqa: B027
+        """Before ``attend``, in models that gate its output: by the sigmoid of these. [B, t, H_q, d_v]"""
 
 
 def attention_forward(
@@ -53,6 +65,10 @@ def attention_forward(
     if asked or kv_step is None:
         what = f"attention with {', '.join(asked)}" if asked else "a forward pass outside the engine"
         raise UnsupportedAttention(f"{what} is not supported")
+    if (gates := module.__dict__.pop(GATES, None)) is not None:
+        kv_step.see_gates(module.layer_idx, gates)
+    if (order := getattr(module, ORDER, None)) is not None:
+        query, key = query[..., order], key[..., order]
     output = kv_step.attend(module.layer_idx, query, key, value, scaling)
     return output.transpose(1, 2).contiguous(), None
 
@@ -60,21 +76,41 @@ def attention_forward(
 AttentionInterface.register(ATTENTION, attention_forward)
 
 
-class PrefillStep:
+def pass_gates_on(attention: Any) -> None:
+    """Let a layer whose query projection makes output gates too, by head after the query, hand them to the step."""
+
+    def keep(projection: Any, arguments: Any, projected: Tensor) -> None:
+        _, gates = projected.unflatten(-1, (-1, 2 * attention.head_dim)).chunk(2, -1)
+        setattr(attention, GATES, gates)
+
+    attention.q_proj.register_forward_hook(keep)
+
+
+def reorder_heads(attention: Any, rotated: int, dim: int) -> None:
+    """Let queries and keys of a partly rotated layer reach the step in the order of :mod:`workers.partial_rotary`."""
+    setattr(attention, ORDER, half_split_order(dim, rotated).to(attention.o_proj.weight.device))
+
+
+class PrefillStep(Step):
     """Prefill of one prompt, chunk by chunk. Full precision, every layer's own attention.
 
     Growing layers keep all keys and values, sliding layers the last ``window - 1``.
     """
 
-    def __init__(self, layout: CacheLayout, tokens: int, observations: Observations) -> None:
+    def __init__(self, layout: CacheLayout, tokens: int, observations: Observations, rotary: Rotary) -> None:
         self.layout = layout
         self.tokens = tokens
         self.observations = observations
+        self.rotary = rotary
         self.start = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.queries: dict[int, Tensor] = {}
+        self.gates: dict[int, Tensor] = {}
         self.column_sums: dict[int, Tensor] = {}
+        self.query_moments: dict[int, dict[int, QueryMoments]] = {}
+        self.probes: dict[int, dict[float, Tensor]] = {}
+        self._probe_positions = {share: probe_positions(tokens, share) for share in observations.probes}
         self.scales: dict[int, float] = {}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -86,6 +122,11 @@ class PrefillStep:
         if layout.kind == "growing":
             self._observe(layer, queries[0], visible_keys, scale)
         return causal_attention(queries, visible_keys[None], visible_values[None], scale, layout.window)
+
+    def see_gates(self, layer: int, logits: Tensor) -> None:
+        if self.observations.queries:
+            gates = logits[0, -self.observations.queries :].transpose(0, 1).sigmoid()
+            self.gates[layer] = self._with_earlier(self.gates, layer, gates)
 
     def advance(self, tokens: int) -> None:
         """The chunk has passed all layers."""
@@ -106,13 +147,37 @@ class PrefillStep:
 
     def _observe(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
         if self.observations.queries:
-            earlier = [self.queries[layer]] if layer in self.queries else []
-            recent = torch.cat([*earlier, queries], 1)
-            self.queries[layer] = recent[:, max(0, recent.shape[1] - self.observations.queries) :].clone()
+            self.queries[layer] = self._with_earlier(self.queries, layer, queries)
         if self.observations.column_sums:
             if layer not in self.column_sums:
                 self.column_sums[layer] = torch.zeros(len(queries), self.tokens, device=queries.device)
             add_column_sums(self.column_sums[layer], queries, keys, self.start, scale)
+        if self.observations.query_moments:
+            self._add_moments(layer, queries)
+        for share, positions in self._probe_positions.items():
+            self._keep_probes(layer, queries, share, positions)
+
+    def _with_earlier(self, kept: dict[int, Tensor], layer: int, new: Tensor) -> Tensor:
+        """The last ones of as many tokens as are observed. [H_q, c, d] -> [H_q, <= w, d]"""
+        recent = torch.cat([kept[layer], new], 1) if layer in kept else new
+        return recent[:, max(0, recent.shape[1] - self.observations.queries) :].clone()
+
+    def _keep_probes(self, layer: int, queries: Tensor, share: float, positions: Tensor) -> None:
+        """Those of the chunk's queries, [H_q, c, d], that are probes."""
+        inside = (positions >= self.start) & (positions < self.start + queries.shape[1])
+        own = queries[:, (positions[inside] - self.start).to(queries.device)]
+        kept = self.probes.setdefault(layer, {})
+        kept[share] = torch.cat([kept[share], own], 1) if share in kept else own
+
+    def _add_moments(self, layer: int, queries: Tensor) -> None:
+        """Un-rotate the chunk's queries, [H_q, c, d]: the model hands over rotated ones only."""
+        positions = torch.arange(self.start, self.start + queries.shape[1], device=queries.device)
+        plain = unrotate(queries, *self.rotary(self.layout.growing.index(layer), positions))
+        kept = self.query_moments.setdefault(layer, {})
+        for skipped in self.observations.query_moments:
+            if skipped not in kept:
+                kept[skipped] = QueryMoments.empty(len(plain), plain.shape[-1], plain.device)
+            kept[skipped].add(plain[:, max(0, skipped - self.start) :])
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from kvcache.prefill import BLOCKS, PARTICLES, Prefill
+from workers.attention import Step
+from workers.linear import LinearCache, LinearRows
 from workers.models import LoadedModel
 
 ROWS = BLOCKS * PARTICLES
 
 
-class ContinuationStep:
+class ContinuationStep(Step):
     """Attention of up to four blocks; also what methods get as their :class:`~kvcache.prefill.Continuation`."""
 
     def __init__(self, model: LoadedModel, prefills: Sequence[Prefill]) -> None:
@@ -30,6 +32,11 @@ class ContinuationStep:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._queries: dict[int, Tensor] = {}
+        self._gates: dict[int, Tensor] = {}
+        states = LinearRows(model.layout, ROWS, model.device, model.dtype)  # of one size: a copy for each particle
+        for block, prefill in enumerate(prefills):
+            states.write(_rows(block), prefill.linear)
+        self._cache = LinearCache(states)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
@@ -37,12 +44,9 @@ class ContinuationStep:
         padded, positions = tokens.new_zeros(BLOCKS, PARTICLES), tokens.new_zeros(BLOCKS, PARTICLES)
         padded[:blocks] = tokens
         positions[:blocks] = (self._first + self._length)[:, None]
-        output = self._model.forward(
-            input_ids=padded.view(ROWS, 1), position_ids=positions.view(ROWS, 1), use_cache=False, kv_step=self
-        )
+        logits = self._model.read(padded.view(ROWS, 1), positions.view(ROWS, 1), self, self._cache)
         self._length += 1
-        logits: Tensor = output.logits[:, -1].float().unflatten(0, (BLOCKS, PARTICLES))
-        return logits[:blocks]
+        return logits.float().unflatten(0, (BLOCKS, PARTICLES))[:blocks]
 
     def queries(self, block: int, layer: int) -> Tensor:
         return self._queries[self._model.layout.growing[layer]][_rows(block)]
@@ -50,6 +54,13 @@ class ContinuationStep:
     def suffix(self, block: int, layer: int) -> tuple[Tensor, Tensor]:
         index = self._model.layout.growing[layer]
         return self._keys[index][_rows(block)], self._values[index][_rows(block)]
+
+    def gates(self, block: int, layer: int) -> Tensor | None:
+        index = self._model.layout.growing[layer]
+        return self._gates[index][_rows(block)] if index in self._gates else None
+
+    def see_gates(self, layer: int, logits: Tensor) -> None:
+        self._extend(self._gates, layer, logits.transpose(1, 2).sigmoid())
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         self._extend(self._keys, layer, keys)

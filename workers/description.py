@@ -12,14 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from kvcache.layout import CacheLayout, LayerLayout
+from kvcache.layout import CacheLayout
+from workers.architecture import ModelError, layout_of, parameters_of
 from workers.job import ModelSpec
-
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-"""Architectures whose attention this engine reproduces; each has a test against ``generate``."""
-
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
-"""``longrope`` and ``dynamic`` choose frequencies from the longest sequence of a batch, so rows would not be alone."""
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TOKENIZER_FILES = (
@@ -41,10 +36,6 @@ GGUF_CONFIG = {
     "llama.attention.head_count_kv": "num_key_value_heads",
     "llama.vocab_size": "vocab_size",
 }
-
-
-class ModelError(ValueError):
-    """A model that cannot be found or is not supported: what, where, how to fix it."""
 
 
 @dataclass(frozen=True)
@@ -145,51 +136,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("KVSWEEP_CACHE", "~/.cache/kvsweep")).expanduser()
 
 
-def layout_of(config: dict[str, Any], element_bytes: int, label: str = "model") -> CacheLayout:
-    """The cache of every layer, from a configuration as transformers writes it. Raises :class:`ModelError`."""
-    kind = config.get("model_type")
-    if kind not in SUPPORTED:
-        raise ModelError(f"model {label!r}: architecture {kind!r} is not supported (supported: {', '.join(SUPPORTED)})")
-    if config.get("use_bidirectional_attention"):
-        raise ModelError(f"model {label!r}: bidirectional attention is not supported")
-    for name, rope in _rope_parameters(config):
-        if rope.get("rope_type", rope.get("type", "default")) not in ROTARY_TYPES:
-            raise ModelError(f"model {label!r}: rotary variant {rope} of {name} is not supported")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ModelError(f"model {label!r}: partial rotary embeddings are not supported")
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-
-    def layer(sliding: bool) -> LayerLayout:
-        window = config["sliding_window"] if sliding else None
-        return LayerLayout("sliding" if sliding else "growing", heads, kv_heads, head_dim, head_dim, window)
-
-    layout = CacheLayout(tuple(layer(sliding) for sliding in _sliding_layers(config)), element_bytes)
-    if not layout.growing:
-        raise ModelError(f"model {label!r}: every layer has a sliding window, so no cache grows: nothing to compress")
-    return layout
-
-
-def _sliding_layers(config: dict[str, Any]) -> list[bool]:
-    count = config["num_hidden_layers"]
-    if config.get("layer_types"):
-        return [kind == "sliding_attention" for kind in config["layer_types"]]
-    if config["model_type"] == "gemma3_text":
-        period = config.get("sliding_window_pattern", 6)
-        return [(index + 1) % period != 0 for index in range(count)]
-    if config["model_type"].startswith("qwen"):
-        first = config.get("max_window_layers", count) if config.get("use_sliding_window") else count
-        return [index >= first for index in range(count)]
-    return [config["model_type"] == "mistral" and bool(config.get("sliding_window"))] * count
-
-
-def _rope_parameters(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    nested = [(name, value) for name, value in rope.items() if isinstance(value, dict)]
-    return nested or [("the model", rope)]
-
-
 def _folder_facts(folder: Path) -> dict[str, Any]:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -256,7 +202,7 @@ def _hub_facts(spec: ModelSpec) -> dict[str, Any]:
     commit = path.parent.name
     return {
         "config": config,
-        "parameters": _parameters_of(config),
+        "parameters": parameters_of(config),
         "fingerprint": f"{spec.source}@{commit}",
         "tokenizer_fingerprint": f"{spec.source}@{commit}",
         "revision": commit,
@@ -265,16 +211,6 @@ def _hub_facts(spec: ModelSpec) -> dict[str, Any]:
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("text_config") or config
-
-
-def _parameters_of(config: dict[str, Any]) -> int:
-    """Of a dense decoder, where no weights can be counted: projections, gated MLP, embeddings; norms left out."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    attention = 2 * hidden * head_dim * (heads + (config.get("num_key_value_heads") or heads))
-    layer = attention + 3 * hidden * config["intermediate_size"]
-    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return config["num_hidden_layers"] * layer + embeddings
 
 
 def _safetensors_header(path: Path) -> str:

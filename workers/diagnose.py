@@ -18,18 +18,19 @@ from torch import Tensor
 from kvcache.budget import Base, Budget
 from kvcache.pool import FamilyPool, PoolShape
 from kvcache.prefill import Prefill
-from kvcache.sliding import SlidingRing
 from qevict.capacity import Capacities
 from qevict.method import QEvict
 from qevict.pool import TieredPool
 from qevict.view import is_event, tiers_of
-from workers.attention import causal_attention
+from workers.attention import Step, causal_attention
 from workers.engine import DecodeStep, Engine
 from workers.fork import Fork, Prompt, PromptForks
 from workers.job import EngineSpec
 from workers.layer_measures import LayerTrace, Measure, measures_of
+from workers.linear import LinearCache, LinearRows
 from workers.models import LoadedModel
 from workers.traces import Trace
+from workers.untouched import UntouchedLayers
 
 
 @dataclass(frozen=True)
@@ -150,14 +151,16 @@ def run_policies(
         _Watch(one, room, pools[one.method.family], row, len(trace.ids))
         for row, (one, room) in enumerate(zip(conditions, rooms, strict=True))
     ]
-    sliding = _sliding_rows(model, prefill, len(conditions))
+    untouched = UntouchedLayers(model.layout, len(conditions), model.device, model.dtype)
+    for row in range(len(conditions)):
+        untouched.write(row, prefill)
     ids = torch.tensor(trace.ids, device=model.device)
     for held in range(trace.prefill, len(ids) + 1):
         for watch in watches:
             watch.look(held)
         if held == len(ids):
             break
-        _step(model, list(pools.values()), sliding, ids[held].expand(len(conditions), 1), held)
+        _step(model, list(pools.values()), untouched, ids[held].expand(len(conditions), 1), held)
     return [watch.decisions() for watch in watches]
 
 
@@ -183,17 +186,6 @@ class _Watch:
         return Decisions(self._condition, self._room, at, *stacked, self._charged, self._pool.peak_held(self._row))
 
 
-def _sliding_rows(model: LoadedModel, prefill: Prefill, rows: int) -> dict[int, SlidingRing]:
-    rings = {
-        layer: SlidingRing(model.layout.layers[layer], rows, model.device, model.dtype)
-        for layer in model.layout.sliding
-    }
-    for layer, (keys, values) in prefill.sliding.items():
-        for row in range(rows):
-            rings[layer].write(row, keys, values, prefill.tokens)
-    return rings
-
-
 def _admit(
     prefill: Prefill, trace: Trace, one: Condition, row: int, pools: dict[str, TieredPool], shape: PoolShape
 ) -> Capacities:
@@ -213,11 +205,11 @@ def _admit(
 
 
 def _step(
-    model: LoadedModel, pools: Sequence[FamilyPool], sliding: dict[int, SlidingRing], tokens: Tensor, position: int
+    model: LoadedModel, pools: Sequence[FamilyPool], untouched: UntouchedLayers, tokens: Tensor, position: int
 ) -> None:
     positions, counts = torch.full_like(tokens, position), torch.ones_like(tokens[:, 0])
-    step = DecodeStep(model, list(pools), sliding, positions, counts)
-    model.forward(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, kv_step=step)
+    step = DecodeStep(model, list(pools), untouched, positions, counts)
+    model.read(tokens, positions, step, untouched.cache(counts))
     for pool in pools:
         pool.after_step(positions[pool.rows], counts[pool.rows])
 
@@ -230,11 +222,12 @@ def read_in_full(model: LoadedModel, prefill: Prefill, trace: Trace, observe: Ca
     [H_q, T, N] fp32, which is not kept."""
     ids = torch.tensor([trace.ids[trace.prefill :]], device=model.device)
     positions = torch.arange(trace.prefill, len(trace.ids), device=model.device)[None]
-    step = _FullStep(prefill, observe)
-    model.forward(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, kv_step=step)
+    states = LinearRows(model.layout, 1, model.device, model.dtype)
+    states.write(0, prefill.linear)
+    model.read(ids, positions, _FullStep(prefill, observe), LinearCache(states))
 
 
-class _FullStep:
+class _FullStep(Step):
     """Attention of the whole continuation over the prompt's cache and itself."""
 
     def __init__(self, prefill: Prefill, observe: Callable[[int, Tensor], None]) -> None:

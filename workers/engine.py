@@ -22,10 +22,11 @@ from torch import Tensor
 
 from kvcache.method import Method
 from kvcache.pool import FamilyPool, PoolShape
-from kvcache.sliding import SlidingRing
+from workers.attention import Step
 from workers.fork import Generation, Prompt, PromptForks, Ready
 from workers.job import PREFILLED_BYTES, PROMPTS_AT_ONCE, EngineSpec
 from workers.models import LoadedModel
+from workers.untouched import UntouchedLayers
 
 QUESTION_CHUNK = 16
 """Appended tokens fed at once; a row's chunks start at its question, so they never depend on other rows."""
@@ -51,10 +52,9 @@ class Engine:
         self._forks = PromptForks(model, spec.prefill_chunk)
         self._pools: dict[str, FamilyPool] = {}
         self._rows: list[_Row | None] = [None] * spec.row_width
-        self._sliding = {
-            index: SlidingRing(model.layout.layers[index], spec.row_width, model.device, model.dtype)
-            for index in model.layout.sliding
-        }
+        self._untouched = UntouchedLayers(model.layout, spec.row_width, model.device, model.dtype)
+        # Linear layers cannot feed rows different numbers of tokens: such models read questions as they write answers.
+        self._question_chunk = 1 if model.layout.linear else QUESTION_CHUNK
 
     @torch.inference_mode()
     def run(self, prompts: Iterable[Prompt]) -> Iterator[Generation]:
@@ -112,9 +112,9 @@ class Engine:
         generation, prefill, number = fork.generation, fork.compressed.prefill, self._rows.index(None)
         pool, prompt = self._pool(generation.fork.method), generation.prompt
         pool.admit(number, fork.compressed)
-        for layer, (keys, values) in prefill.sliding.items():
-            self._sliding[layer].write(number, keys, values, prefill.tokens)
+        self._untouched.write(number, prefill)
         generation.at_prefill = pool.memory(number)
+        generation.method_facts = dict(fork.compressed.facts)
         self._rows[number] = row = _Row(generation, pool, deque(prompt.appended), prefill.tokens, time.perf_counter())
         if not row.pending:
             logits = prefill.logits.clone()
@@ -123,11 +123,12 @@ class Engine:
 
     def _step(self) -> Iterator[Generation]:
         """One forward pass of the batch: a chunk of questions if any row has one to read, else one token per row."""
-        reading = [number for number, row in enumerate(self._rows) if row and len(row.pending) > 1]
+        chunked = self._question_chunk > 1
+        reading = [number for number, row in enumerate(self._rows) if chunked and row and len(row.pending) > 1]
         active = reading or [number for number, row in enumerate(self._rows) if row]
         if not active:
             return
-        width = QUESTION_CHUNK if reading else 1
+        width = self._question_chunk if reading else 1
         tokens = torch.zeros(len(self._rows), width, dtype=torch.int64)
         positions = torch.zeros_like(tokens)
         counts = torch.zeros(len(self._rows), dtype=torch.int64)
@@ -142,9 +143,10 @@ class Engine:
             row.generation.batch_rows = max(row.generation.batch_rows, len(active))
         logits = self._forward(tokens, positions, counts)
         if not reading:
-            for number in active:
+            speaking = [number for number in active if not self._row(number).pending]
+            for number in speaking:
                 self._suppress_stops(self._row(number), logits[number])
-            for number, token in zip(active, logits.argmax(-1)[active].tolist(), strict=True):
+            for number, token in zip(speaking, logits.argmax(-1)[speaking].tolist(), strict=True):
                 yield from self._speak(number, token)
 
     def _forward(self, tokens: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
@@ -152,13 +154,10 @@ class Engine:
         device = self.model.device
         tokens, positions, counts = tokens.to(device), positions.to(device), counts.to(device)
         pools = [pool for pool in self._pools.values() if len(pool.rows)]
-        step = DecodeStep(self.model, pools, self._sliding, positions, counts)
-        output = self.model.forward(
-            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, kv_step=step
-        )
+        step = DecodeStep(self.model, pools, self._untouched, positions, counts)
+        logits = self.model.read(tokens, positions, step, self._untouched.cache(counts))
         for pool in pools:
             pool.after_step(positions[pool.rows], counts[pool.rows])
-        logits: Tensor = output.logits[:, -1]
         return logits
 
     def _speak(self, number: int, token: int) -> Iterator[Generation]:
@@ -191,7 +190,7 @@ class Engine:
         generation = row.generation
         generation.finish_reason = reason
         generation.at_end = row.pool.memory(number)
-        generation.method_facts = row.pool.facts(number)
+        generation.method_facts |= row.pool.facts(number)
         generation.held_tokens = row.position
         generation.peak_held = max(row.pool.peak_held(number), generation.at_prefill.held)
         generation.decode_s = self.model.elapsed(row.started)
@@ -209,19 +208,19 @@ class Engine:
         return PoolShape(model.layout, len(self._rows), model.device, model.dtype, model.rotary)
 
 
-class DecodeStep:
+class DecodeStep(Step):
     """Attention of a decode batch: each pool for its own rows, sliding layers for all."""
 
     def __init__(
         self,
         model: LoadedModel,
         pools: list[FamilyPool],
-        sliding: dict[int, SlidingRing],
+        untouched: UntouchedLayers,
         positions: Tensor,
         counts: Tensor,
     ) -> None:
         self._growing = {index: place for place, index in enumerate(model.layout.growing)}
-        self._pools, self._sliding = pools, sliding
+        self._pools, self._sliding = pools, untouched.sliding
         self._positions, self._counts = positions, counts
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

@@ -20,23 +20,23 @@ from workers.row import Row
 
 def run_job(model: LoadedModel, job: Job) -> Iterator[Row]:
     """All rows of a job, as they finish. A sample's own exception fails its rows, not the job."""
-    cells = {cell.cell_id: (cell, _method(cell)) for cell in job.cells}
+    cells = {cell.cell_id: (cell, method_of(cell)) for cell in job.cells}
     failed: list[Row] = []
     engine = Engine(model, job.engine)
     for generation in engine.run(_prompts(model, job, cells, failed)):
         while failed:
             yield failed.pop()
         sample, cell = generation.prompt.key, generation.fork.key
-        row = _row(job, sample, cell)
+        row = new_row(job, sample, cell)
         try:
             _fill(row, model, sample, generation)
         except FAULTS as error:
-            row = _failed(_row(job, sample, cell), error)
+            row = failed_row(new_row(job, sample, cell), error)
         yield row
     yield from failed
 
 
-def _method(cell: CellSpec) -> Method:
+def method_of(cell: CellSpec) -> Method:
     return method_class(cell.method)(**cell.settings)
 
 
@@ -56,7 +56,7 @@ def _prompts(
                 job.protocol.answer_prefix,
             )
         except FAULTS as error:
-            failed.extend(_failed(_row(job, sample, cell), error) for cell, _ in pending)
+            failed.extend(failed_row(new_row(job, sample, cell), error) for cell, _ in pending)
             continue
         forks = [Fork(cell, method, Budget.parse(cell.budget), _seed(cell, sample)) for cell, method in pending]
         yield Prompt(
@@ -76,7 +76,8 @@ def _seed(cell: CellSpec, sample: Sample) -> str:
     return f"{cell.method_seed}/{sample.sample_id}"
 
 
-def _row(job: Job, sample: Sample, cell: CellSpec) -> Row:
+def new_row(job: Job, sample: Sample, cell: CellSpec) -> Row:
+    """A row with all that is known before anything runs."""
     row = Row(
         cell.cell_id,
         sample.sample_id,
@@ -115,11 +116,11 @@ def _fill(row: Row, model: LoadedModel, sample: Sample, generation: Generation) 
     row.details = json.dumps(details(sample.metric, row.prediction, sample.references))
     row.output_tokens, row.finish_reason = len(generation.tokens), generation.finish_reason
     row.decode_s, row.batch_rows = generation.decode_s, generation.batch_rows
-    _fill_memory(row, model, generation)
+    fill_memory(row, model, generation)
     row.peak_device_bytes = model.meter.peak_bytes()
 
 
-def _fill_memory(row: Row, model: LoadedModel, generation: Generation) -> None:
+def fill_memory(row: Row, model: LoadedModel, generation: Generation) -> None:
     """The budget asked for beside the bytes held; compared on the budget's own base."""
     budget, layout = generation.budget, model.layout
     assert budget is not None
@@ -140,7 +141,7 @@ def _fill_memory(row: Row, model: LoadedModel, generation: Generation) -> None:
     row.over_budget = not budget.unlimited and max(compared, row.kv_bytes_peak * bounded) > row.budget_bytes
 
 
-def _failed(row: Row, error: Exception) -> Row:
+def failed_row(row: Row, error: Exception) -> Row:
     row.status, row.error = "failed", f"{type(error).__name__}: {error}"
     row.finished_at = time.time()
     return row

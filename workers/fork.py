@@ -18,6 +18,8 @@ from kvcache.pool import Compressed, MemoryBreakdown
 from kvcache.prefill import LayerPrefill, Prefill
 from workers.attention import PrefillStep
 from workers.continuation import continuations
+from workers.hidden import hidden_moments, query_projector
+from workers.linear import LinearCache, LinearRows
 from workers.models import LoadedModel
 
 FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -148,15 +150,15 @@ class PromptForks:
         observations = Observations()
         for fork in prompt.forks:
             observations |= fork.method.observes()
-        step = PrefillStep(model.layout, tokens, observations)
+        step = PrefillStep(model.layout, tokens, observations, model.rotary)
+        states = LinearRows(model.layout, 1, model.device, model.dtype)
         ids = torch.tensor([prompt.ids], device=model.device)
-        for start in range(0, tokens, self._chunk):
-            chunk = ids[:, start : start + self._chunk]
-            positions = torch.arange(start, start + chunk.shape[1], device=ids.device)[None]
-            output = model.forward(
-                input_ids=chunk, position_ids=positions, use_cache=False, logits_to_keep=1, kv_step=step
-            )
-            step.advance(chunk.shape[1])
+        with hidden_moments(model, observations.hidden_moments) as hidden:
+            for start in range(0, tokens, self._chunk):
+                chunk = ids[:, start : start + self._chunk]
+                positions = torch.arange(start, start + chunk.shape[1], device=ids.device)[None]
+                logits = model.read(chunk, positions, step, LinearCache(states))
+                step.advance(chunk.shape[1])
         layers = [
             LayerPrefill(
                 step.keys[index],
@@ -165,13 +167,27 @@ class PromptForks:
                 step.column_sums.get(index),
                 model.output_projection(index),
                 step.scales[index],
+                step.query_moments.get(index, {}),
+                step.gates.get(index),
+                hidden.get(index),
+                step.probes.get(index, {}),
             )
             for index in model.layout.growing
         ]
         sliding = {index: (step.keys[index], step.values[index]) for index in model.layout.sliding}
-        logits = output.logits[0, -1].float()
+        structural = torch.tensor(model.structure.places(prompt.ids), device=model.device)
         return Prefill(
-            layers, model.layout, tokens, logits, model.rotary, continuations(model), sliding, model.stop_ids
+            layers,
+            model.layout,
+            tokens,
+            logits[0].float(),
+            model.rotary,
+            continuations(model),
+            sliding,
+            model.stop_ids,
+            structural,
+            states.row(0),
+            query_projector(model),
         )
 
     def _resolve(self, generation: Generation, prefill: Prefill) -> ResolvedBudget:

@@ -40,6 +40,16 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
+class TimingSpec:
+    """Isolated runs: every row of a full batch reads so many made-up tokens, and generates so many, whatever the model
+    says. ``warmup`` runs of each cell go before the first that counts."""
+
+    prompt_tokens: int
+    new_tokens: int
+    warmup: int
+
+
+@dataclass(frozen=True)
 class Protocol:
     """How a sample is put to a model: it moves scores more than methods do, so it is part of each cell."""
 
@@ -70,7 +80,8 @@ class Job:
     """A shard of the samples of one (model, task, context, data seed), with the pending cells of each sample.
 
     One prefill per sample serves all of them. ``coordinates`` are the row fields that all cells of the job share
-    (task, context, data seed, what the data came from).
+    (task, context, data seed, what the data came from). With ``timing`` a sample is a repeat, and its cells run one
+    after the other, each with the device to itself.
     """
 
     job_id: str
@@ -82,3 +93,4 @@ class Job:
     cells: tuple[CellSpec, ...]
     pending: dict[str, tuple[str, ...]]
     coordinates: dict[str, Any]
+    timing: TimingSpec | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvcache.budget import Base, Budget
 from kvcache.method import method_class
+from workers.architecture import copied_expert_weights, mlp_width
 from workers.description import ELEMENT_BYTES, ModelDescription
 from workers.job import PREFILLED_BYTES, PROMPTS_AT_ONCE, CellSpec, EngineSpec
 
@@ -23,6 +24,9 @@ RUNTIME_BYTES = 128 * 2**20
 
 HELD_SLACK = 1.25
 """Of prompts' caches: freed pieces between them that the allocator has not given back."""
+
+FUTURES = 16
+"""Rows of a lookahead batch: linear layers keep a state for each."""
 
 POOL_SLACK = 1.15
 """Of pools: pages are handed out whole, and arenas grow by an eighth."""
@@ -41,7 +45,17 @@ class PeakMeter:
             _reset_resident_peak()
             self._before = _status("VmRSS")
 
+    def restart(self) -> None:
+        """Forget the peak, not what memory is counted from."""
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            _reset_resident_peak()
+
     def peak_bytes(self) -> int:
+        """Of a GPU all that is allocated, of a CPU what the process holds more than when the meter was made."""
         if self._device.type == "cuda":
             import torch
 
@@ -69,11 +83,12 @@ def predict_peak(
     forks = [_fork_bytes(description, cell, prompt, max_new_tokens, base) for cell in cells]
     if not forks:
         return weights + RUNTIME_BYTES
-    one = layout.full_bytes(prompt) + layout.sliding_bytes(prompt)
+    one = layout.full_bytes(prompt) + layout.sliding_bytes(prompt) + layout.linear_bytes
     groups = -(-engine.row_width // (len(forks) * PROMPTS_AT_ONCE))
     ahead = min(prompts, groups * PROMPTS_AT_ONCE, PREFILLED_BYTES // layout.full_bytes(prompt) + 1)
     rows = sum(forks) / len(forks) * min(engine.row_width, prompts * len(forks))
     rows += layout.sliding_bytes(description.max_positions) * engine.row_width
+    rows += layout.linear_bytes * (engine.row_width + FUTURES)
     transient = _transient_bytes(description, engine, prompt)
     return int(weights + RUNTIME_BYTES + ahead * one * HELD_SLACK + rows * POOL_SLACK + transient)
 
@@ -87,9 +102,10 @@ def _fork_bytes(description: ModelDescription, cell: CellSpec, prompt: int, max_
 
 def _transient_bytes(description: ModelDescription, engine: EngineSpec, prompt: int) -> int:
     """What one layer of one prefill chunk, and one step's logits, need beside it."""
-    config, layer = description.config, description.layout.layers[0]
+    config, layer = description.config, description.layout.layers[description.layout.growing[0]]
     chunk, element = min(engine.prefill_chunk, prompt), ELEMENT_BYTES[description.dtype]
-    mlp = chunk * (3 * config["intermediate_size"] + 4 * config["hidden_size"]) * element
+    mlp = chunk * (3 * mlp_width(config) + 4 * config["hidden_size"]) * element
+    mlp = max(mlp, copied_expert_weights(config) * element)
     attention = 2 * prompt * layer.query_heads * layer.key_dim * element + 128 * prompt * layer.query_heads * 4
     logits = engine.row_width * description.vocabulary * element
     return mlp + attention + 2 * logits

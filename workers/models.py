@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from kvcache.layout import CacheLayout
-from workers.attention import ATTENTION
-from workers.description import ELEMENT_BYTES, ModelFiles, cache_folder, describe, find_files, layout_of
+from workers.architecture import GATED, layout_of
+from workers.attention import ATTENTION, Step, pass_gates_on, reorder_heads
+from workers.description import ELEMENT_BYTES, ModelFiles, cache_folder, describe, find_files
+from workers.experts import EXPERTS, token_by_token
 from workers.job import ModelSpec
+from workers.linear import LinearCache
 from workers.memory import PeakMeter
+from workers.partial_rotary import widened
+from workers.structure import Structure
 
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
 """Tokens that end an assistant's turn; a chat model must stop at them even where its configuration forgets one."""
@@ -35,11 +40,20 @@ class LoadedModel:
     dtype: torch.dtype
     max_positions: int
     meter: PeakMeter
+    structure: Structure
 
     def output_projection(self, layer: int) -> Tensor:
         """Columns of ``o_proj`` by query head. [hidden, H_q, d_v]"""
         weight: Tensor = self.forward.get_decoder().layers[layer].self_attn.o_proj.weight
         return weight.unflatten(1, (self.layout.layers[layer].query_heads, -1))
+
+    def read(self, tokens: Tensor, positions: Tensor, step: Step, cache: LinearCache) -> Tensor:
+        """One forward pass; logits of the last column. tokens, positions [B, t] -> [B, V]"""
+        options = {"use_cache": False, "cache": cache if self.layout.linear else None, "logits_to_keep": 1}
+        with token_by_token(len(tokens) > 1):
+            output = self.forward(input_ids=tokens, position_ids=positions, kv_step=step, **options)
+        logits: Tensor = output.logits[:, -1]
+        return logits
 
     def elapsed(self, began: float) -> float:
         """Seconds since ``began``, once the device has caught up."""
@@ -48,11 +62,17 @@ class LoadedModel:
         return time.perf_counter() - began
 
     def rotary(self, growing_layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's own cos and sin at these positions. [n] -> [n, d] each"""
+        """The model's own cos and sin at these positions, whole heads wide. [n] -> [n, d] each"""
+        cos, sin = self.rotary_tables(growing_layer, positions)
+        dim = self.layout.layers[self.layout.growing[growing_layer]].key_dim
+        return (cos, sin) if cos.shape[-1] == dim else (widened(cos, dim, 1.0), widened(sin, dim, 0.0))
+
+    def rotary_tables(self, growing_layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As wide as what the model rotates of each head."""
         decoder = self.forward.get_decoder()
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         arguments = [like, positions[None].to(self.device)]
-        if decoder.config.model_type == "gemma3_text":  # one table per kind of layer
+        if decoder.config.model_type.startswith("gemma"):  # one table per kind of layer
             arguments.append(decoder.config.layer_types[self.layout.growing[growing_layer]])
         cos, sin = decoder.rotary_emb(*arguments)
         return cos[0], sin[0]
@@ -60,17 +80,14 @@ class LoadedModel:
 
 def load_model(spec: ModelSpec, device: torch.device | None = None) -> LoadedModel:
     """Load weights and tokenizer. Raises ``ModelError`` for what is missing or not supported."""
-    from transformers import AutoModelForCausalLM
-
     describe(spec)
     files = find_files(spec)
     place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, spec.dtype)
     _silence()
     source, meter = _local_source(files, spec.dtype), PeakMeter(place)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, attn_implementation=ATTENTION, **_hub_options(spec)
-    )
+    options = _hub_options(spec)
+    model = _auto_class(source, options).from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION, **options)
     model = model.eval().to(place)
     return prepare(spec, model, load_tokenizer(spec), meter)
 
@@ -85,7 +102,23 @@ def prepare(spec: ModelSpec, model: Any, tokenizer: Any, meter: PeakMeter | None
     limit = config["max_position_embeddings"]
     model.requires_grad_(False)
     meter = meter or PeakMeter(weight.device)
-    return LoadedModel(spec, model, tokenizer, layout, stops, weight.device, weight.dtype, limit, meter)
+    structure = Structure() if tokenizer is None else Structure.of(tokenizer)
+    loaded = LoadedModel(spec, model, tokenizer, layout, stops, weight.device, weight.dtype, limit, meter, structure)
+    _adapt_layers(loaded, config)
+    return loaded
+
+
+def _adapt_layers(model: LoadedModel, config: dict[str, Any]) -> None:
+    """What some architectures need besides this engine's attention."""
+    if config.get("num_experts"):
+        model.forward.set_experts_implementation(EXPERTS)
+    for place, index in enumerate(model.layout.growing):
+        attention = model.forward.get_decoder().layers[index].self_attn
+        rotated = model.rotary_tables(place, torch.zeros(1, dtype=torch.int64))[0].shape[-1]
+        if rotated < (dim := model.layout.layers[index].key_dim):
+            reorder_heads(attention, rotated, dim)
+        if config["model_type"] in GATED:
+            pass_gates_on(attention)
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
@@ -98,6 +131,14 @@ def load_tokenizer(spec: ModelSpec) -> Any:
 
 def _hub_options(spec: ModelSpec) -> dict[str, Any]:
     return {"revision": spec.revision or "main", "trust_remote_code": spec.trust_remote_code}
+
+
+def _auto_class(source: str, options: dict[str, Any]) -> Any:
+    """Ministral 3 comes only inside a model that also sees images; others have a class for text alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoConfig.from_pretrained(source, **options).model_type
+    return AutoModelForImageTextToText if kind == "mistral3" else AutoModelForCausalLM
 
 
 def _local_source(files: ModelFiles, dtype: str) -> str:
@@ -146,7 +187,7 @@ def _restore_digit_splitting(tokenizer: Any, gguf: Path) -> None:
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    configured = getattr(model.generation_config, "eos_token_id", None) or model.config.eos_token_id
+    configured = getattr(model.generation_config, "eos_token_id", None) or model.config.get_text_config().eos_token_id
     stops = set(configured if isinstance(configured, list) else [configured])
     if tokenizer is not None:
         stops.add(tokenizer.eos_token_id)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 class Row:
     """A finished (cell, sample). Bytes are whole bytes of the growing layers, times are seconds.
 
-    ``score`` is None for a failed row, never 0. ``kv_bytes_*`` are measured on the tensors held; ``charged_bytes`` is
-    what the method's own accounting rule says; ``workspace_bytes`` are copies that outlive a step; ``host_bytes`` is
-    what a method keeps in host memory to restore from. ``method_facts``: what the method resolved for this prompt, and
-    did, as JSON.
+    ``score`` is None for a failed row, never 0, and for an isolated run, whose bytes and times are its whole batch's.
+    ``kv_bytes_*`` are measured on the tensors held; ``charged_bytes`` is what the method's own accounting rule says;
+    ``workspace_bytes`` are copies that outlive a step; ``host_bytes`` is what a method keeps in host memory to restore
+    from. ``method_facts``: what the method resolved for this prompt, and did, as JSON.
     """
 
     # identity
@@ -75,8 +75,9 @@ class Row:
     decode_s: float = 0.0
     batch_rows: int = 0
     timing: str = "shared"  # shared | isolated
-    ttft_s: float | None = None
+    ttft_s: float | None = None  # isolated: prefill_s + compress_s + admit_s
     tpot_s: float | None = None
+    admit_s: float = 0.0  # isolated: from the last compression to the first tokens
     peak_device_bytes: int = 0
 
     # provenance

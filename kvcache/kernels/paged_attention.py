@@ -10,6 +10,7 @@ reference: it is written to be read, and fast enough on a CPU because each step 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,15 @@ def attend_pages(
         masses.append(weights.unflatten(-1, (segments, -1)).sum(-1))
         outputs.append(torch.bmm(weights.to(values.dtype), values[page]).float())
     return PagePartials(torch.cat(peaks), torch.cat(masses), torch.cat(outputs))
+
+
+def join_partials(parts: Sequence[PagePartials]) -> PagePartials:
+    """Partials of several products over pages, as if of one."""
+    return PagePartials(
+        torch.cat([part.peak for part in parts]),
+        torch.cat([part.mass for part in parts]),
+        torch.cat([part.output for part in parts]),
+    )
 
 
 @dataclass
