@@ -9,8 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import prompt_ids, tiny_llama
 
+from kvcache.baselines.adakv import AdaKV
+from kvcache.baselines.andpro import AnDPro
+from kvcache.baselines.criticalkv import CriticalAdaKV, CriticalKV
+from kvcache.baselines.defensivekv import DefensiveKV, LayerDefensiveKV
+from kvcache.baselines.expected_attention import ExpectedAttention
+from kvcache.baselines.gvote import GVote
+from kvcache.baselines.h2o import H2O
+from kvcache.baselines.key_norm import KeyNorm
+from kvcache.baselines.laq import LAQ, LAQPlusPlus
+from kvcache.baselines.obcache import OBCache
+from kvcache.baselines.pyramidkv import PyramidKV
+from kvcache.baselines.random_tokens import RandomTokens
+from kvcache.baselines.scissorhands import Scissorhands
 from kvcache.baselines.snapkv import SnapKV
-from kvcache.baselines.streaming_llm import StreamingLLM
+from kvcache.baselines.streaming_llm import RollingStreamingLLM, StreamingLLM
 from kvcache.budget import Base, Budget
 from kvcache.layout import CacheLayout
 from lorekv.method import LoreKV
@@ -23,8 +36,26 @@ from workers.models import LoadedModel
 NEW = 12
 METHODS = (
     StreamingLLM(),
+    RollingStreamingLLM(),
     SnapKV(window=8),
+    RandomTokens(),
+    KeyNorm(),
+    H2O(),
+    Scissorhands(history=30, recent=8),
+    PyramidKV(window=8, beta=4),
+    AdaKV(window=8),
+    CriticalKV(window=8),
+    CriticalAdaKV(window=8, safeguard="force"),
+    ExpectedAttention(future=16),
+    AnDPro(window=8),
+    OBCache(window=8, recent=8),
+    DefensiveKV(window=8),
+    LayerDefensiveKV(window=8),
+    LAQ(window=8, recent=8, lookahead=2),
+    LAQPlusPlus(window=8, lookahead=2),
+    GVote(samples=2),
     LoreKV(window=8, particles=2, tokens=3),
+    LoreKV(window=8, particles=2, tokens=3, layer_budgets="global", head_exponent=1.0, key_diversity=0.5),
     QEvict(recent=8),
     QEvict(recent=8, quantized_share=0.0, sinks=0),
     QEvict(recent=11, window=4, bits=4, quantized_share=1.0),

@@ -1,0 +1,46 @@
+"""Key norm (Devoto et al., arXiv 2406.11430): keys with a small L2 norm receive much attention, so they are kept.
+
+    score(i) = - || k_i ||_2
+
+No query takes part. Rotation keeps norms, and the factor of scaled rotary tables is the same for all keys, so it does
+not matter that cached keys are rotated. Every KV head ranks its own keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvcache.evict import PromptEvictor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcache.prefill import Prefill
+
+
+@dataclass(frozen=True)
+class KeyNorm(PromptEvictor):
+    """The smallest keys beside ``sinks`` first and ``recent`` last tokens.
+
+    By default nothing is protected and every layer is compressed, as in kvpress; the paper leaves the first two layers
+    alone in its language modelling runs. A variant with protected ends is another method: report it apart.
+    """
+
+    name: ClassVar[str] = "key_norm"
+    version: ClassVar[int] = 1
+
+    sinks: int = 0
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.recent < 0:
+            raise ValueError(f"sinks and recent must be at least 0, not sinks={self.sinks}, recent={self.recent}")
+
+    @property
+    def protected_ends(self) -> tuple[int, int]:
+        return self.sinks, self.recent
+
+    def scores(self, prefill: Prefill, seed: str) -> list[Tensor]:
+        """[H_kv, n] per layer, of keys [H_kv, n, d]"""
+        return [-layer.keys.float().norm(dim=-1) for layer in prefill.layers]

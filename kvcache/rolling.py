@@ -1,0 +1,156 @@
+"""The rolling family: the first tokens of a row and its most recent ones, and positions that count inside the cache.
+
+    sinks [rows * H_kv, S, d]          pages of the others, as in the ragged family: when a row has its capacity,
+    | 0 | 1 | 2 | 3 |                  the next token takes the slot of the oldest
+          ...moved along, e gone...    | 9 | 10 | 7 | 8 |
+
+Attention depends on differences of positions only, and among recent tokens these are the same in the cache as in the
+text. So no recent key is ever rotated anew: once e tokens are gone from between, each step turns a copy of the sinks by
+e positions more, and every distance is the one inside the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcache.kernels.paged_attention import attend_pages, join_partials, merge_pages
+from kvcache.layout import LayerLayout
+from kvcache.pool import Compressed, FamilyPool, MemoryBreakdown, PoolShape
+from kvcache.ragged import PAGE, LayerPages
+from kvcache.rotary import rotate
+
+
+@dataclass
+class RollingCompressed(Compressed):
+    """``capacity``: tokens that every KV head may ever hold, more than there are sinks."""
+
+    capacity: int
+
+
+class RollingPool(FamilyPool):
+    """The ``sinks`` first tokens, at least one, and a ring of recent ones."""
+
+    def __init__(self, shape: PoolShape, sinks: int) -> None:
+        super().__init__(shape)
+        self.sinks = sinks
+        self._layers = [_RollingPages(layer, shape, sinks) for layer in shape.layers]
+
+    def expect(self, coming: Sequence[Compressed]) -> None:
+        held = [self._recent(one) for one in coming if isinstance(one, RollingCompressed)]
+        for pages in self._layers:
+            pages.arena.reserve(sum(-(-count // PAGE) for count in held) * pages.heads)
+
+    def _store(self, row: int, compressed: Compressed) -> None:
+        assert isinstance(compressed, RollingCompressed)
+        tokens, recent = compressed.prefill.tokens, self._recent(compressed)
+        kept = torch.arange(tokens - recent, tokens, device=self.shape.device)
+        for pages, layer in zip(self._layers, compressed.prefill.layers, strict=True):
+            pages.write_sinks(row, layer.keys, layer.values)
+            pages.write(row, layer.keys, layer.values, [kept] * pages.heads)
+            pages.begin_ring(row, compressed.capacity - self.sinks)
+
+    def _recent(self, compressed: RollingCompressed) -> int:
+        return min(compressed.capacity, compressed.prefill.tokens) - self.sinks
+
+    def _free(self, row: int) -> None:
+        for pages in self._layers:
+            pages.free(row)
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
+    ) -> Tensor:
+        pages = self._layers[layer]
+        output = values.new_zeros(*queries.shape[:3], values.shape[-1])
+        gone = torch.zeros(self.shape.rows, dtype=torch.int64, device=positions.device)
+        for token in range(queries.shape[2]):
+            real = counts > token
+            rows = self.rows[real]
+            pages.append(rows, keys[real, :, token], values[real, :, token])
+            gone[rows] = positions[real, token] + 1 - pages.held(rows)
+            moved = pages.moved_sinks(*self.shape.rotary(layer, gone))
+            output[real, :, token] = pages.attend_all(rows, queries[real, :, token], moved, scale)
+        return output
+
+    def memory(self, row: int) -> MemoryBreakdown:
+        """Tokens held; the unfilled rest of their pages is slack."""
+        used, allocated = map(sum, zip(*(pages.row_bytes(row) for pages in self._layers), strict=True))
+        sinks = sum(pages.sink_bytes for pages in self._layers)
+        return MemoryBreakdown(full_precision=used + sinks, slack=allocated - used)
+
+    def allocated_bytes(self) -> int:
+        return sum(pages.arena.nbytes + pages.sink_bytes * self.shape.rows for pages in self._layers)
+
+
+class _RollingPages(LayerPages):
+    """One layer: pages of recent tokens that are written over, and the sinks beside them."""
+
+    def __init__(self, layout: LayerLayout, shape: PoolShape, sinks: int) -> None:
+        super().__init__(layout, shape)
+        owners = len(self.lengths)
+        self.sink_keys = torch.zeros(owners, sinks, layout.key_dim, dtype=shape.dtype, device=shape.device)
+        self.sink_values = torch.zeros(owners, sinks, layout.value_dim, dtype=shape.dtype, device=shape.device)
+        self.ring = torch.ones(owners, dtype=torch.int64, device=shape.device)
+        self.written = torch.zeros(owners, dtype=torch.int64, device=shape.device)
+
+    @property
+    def sink_bytes(self) -> int:
+        """Of one row."""
+        return self.sink_keys[: self.heads].nbytes + self.sink_values[: self.heads].nbytes
+
+    def write_sinks(self, row: int, keys: Tensor, values: Tensor) -> None:
+        owners = self.owners(self.tail.new_tensor([row]))
+        count = self.sink_keys.shape[1]
+        self.sink_keys[owners], self.sink_values[owners] = keys[:, :count], values[:, :count]
+
+    def begin_ring(self, row: int, slots: int) -> None:
+        """The row's recent tokens have been written; it may have ``slots`` of them."""
+        owners = self.owners(self.tail.new_tensor([row]))
+        self.ring[owners], self.written[owners] = slots, self.lengths[owners]
+
+    def held(self, rows: Tensor) -> Tensor:
+        """Tokens of each row, per KV head. [r]"""
+        return self.lengths[rows * self.heads] + self.sink_keys.shape[1]
+
+    def append(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """One token per row, in a slot of its own or in that of the oldest. keys [r, H_kv, d]"""
+        full = (self.lengths == self.ring)[rows * self.heads]
+        super().append(rows[~full], keys[~full], values[~full])
+        owners = self.owners(rows[full])
+        slots = self.written[owners] % self.ring[owners]
+        pages = self._page_at(owners, slots // PAGE)
+        self.arena["keys"][pages, slots % PAGE] = keys[full].flatten(0, 1)
+        self.arena["values"][pages, slots % PAGE] = values[full].flatten(0, 1)
+        self.written[self.owners(rows)] += 1
+
+    def _page_at(self, owners: Tensor, ordinals: Tensor) -> Tensor:
+        """Pages in ``order`` lie owner by owner."""
+        counts = -(-self.lengths // PAGE)
+        return self.order[(counts.cumsum(0) - counts)[owners] + ordinals]
+
+    def moved_sinks(self, cos: Tensor, sin: Tensor) -> Tensor:
+        """Keys turned by as many positions as the tables [rows, d] are for. [rows * H_kv, S, d]
+
+        Scaled tables would stretch what is scaled already, hence the division.
+        """
+        cos, sin = (table.float().repeat_interleave(self.heads, 0)[:, None] for table in (cos, sin))
+        moved = rotate(self.sink_keys.float(), cos, sin) / (cos.square() + sin.square()).sqrt()
+        return moved.to(self.sink_keys.dtype)
+
+    def attend_all(self, rows: Tensor, queries: Tensor, sink_keys: Tensor, scale: float) -> Tensor:
+        """Over sinks and recent tokens. queries [r, H_q, d] -> [r, H_q, d_v]"""
+        owners, owner = self.owners(rows), self.arena["owner"]
+        grouped = queries.new_zeros(len(self.lengths), self.group, queries.shape[-1])
+        grouped[owners] = queries.unflatten(1, (self.heads, self.group)).flatten(0, 1)
+        recent = attend_pages(grouped[owner], self.arena["keys"], self.arena["values"], self.filled(), scale)
+        everywhere = torch.ones(sink_keys.shape[:2], dtype=torch.bool, device=owners.device)
+        first = attend_pages(grouped, sink_keys, self.sink_values, everywhere, scale)
+        joined = join_partials([recent, first])
+        every = torch.arange(len(self.lengths), device=owners.device)
+        order = torch.cat([self.order, len(owner) + owners])
+        merged = merge_pages(joined, torch.cat([owner, every]), order, len(self.lengths))
+        output = merged.output[owners].to(queries.dtype)
+        return output.unflatten(0, (len(rows), self.heads)).flatten(1, 2)
