@@ -88,10 +88,12 @@ def _options() -> argparse.Namespace:
 
 
 def _forks(methods: str, budgets: str) -> list[Fork]:
+    """Every method at every budget; one cell of what has no budget."""
+    classes = {name: method_class(name) for name in methods.split(",")}
     return [
-        Fork(f"{name} {budget}", method_class(name)(), Budget.parse(budget), "0")
-        for name in methods.split(",")
-        for budget in (("100%",) if name == "full" else budgets.split(","))
+        Fork(f"{name} {budget}", cls(), Budget.parse(budget), "0")
+        for name, cls in classes.items()
+        for budget in (("unlimited",) if name == "full" or cls.fixed else budgets.split(","))
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcache.budget import ResolvedBudget
-from kvcache.kernels.paged_attention import PagePartials, attend_pages, merge_pages
+from kvcache.kernels.paged_attention import PagePartials, attend_pages, join_partials, merge_pages
 from kvcache.pool import Compressed, FamilyPool, MemoryBreakdown, PoolShape
 from qevict.capacity import Capacities, window_bytes
 from qevict.kernels.code_attention import CodePages, attend_code_pages
@@ -201,7 +201,7 @@ class TieredPool(FamilyPool):
         by_page = by_row[self._row_of_page]
         pages = self._attend_full(layer, by_page, scale)
         if not self.tiers.keeps_copy:
-            pages = _join([pages, *self._attend_codes(layer, by_page, scale)])
+            pages = join_partials([pages, *self._attend_codes(layer, by_page, scale)])
         merged = merge_pages(pages, self._owners, self._order, self.shape.rows * heads)
         if self.ranking != "key_norm":
             mass = (merged.share[..., None] * pages.mass).unflatten(0, (-1, heads))
@@ -348,11 +348,3 @@ class TieredPool(FamilyPool):
     def allocated_bytes(self) -> int:
         """On the device: what exact promotion keeps in host memory is not in it."""
         return self.full.arena.nbytes + self.ledger.arena.nbytes
-
-
-def _join(parts: list[PagePartials]) -> PagePartials:
-    return PagePartials(
-        torch.cat([part.peak for part in parts]),
-        torch.cat([part.mass for part in parts]),
-        torch.cat([part.output for part in parts]),
-    )

@@ -86,7 +86,15 @@ class Dice(_Stub):
     stochastic: ClassVar[bool] = True
 
 
-METHODS = {method.name: method for method in (Full, Window, Dice)}
+@dataclass(frozen=True)
+class Codes(_Stub):
+    """Holds what its settings say."""
+
+    name: ClassVar[str] = "codes"
+    fixed: ClassVar[bool] = True
+
+
+METHODS = {method.name: method for method in (Full, Window, Dice, Codes)}
 
 
 def describe(spec: ModelSpec) -> ModelDescription:

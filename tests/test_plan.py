@@ -68,6 +68,16 @@ def test_the_full_cache_is_one_cell_whatever_the_budgets(tmp_path: Path) -> None
     ]
 
 
+def test_a_method_with_an_operating_point_is_one_cell_without_a_budget(tmp_path: Path) -> None:
+    cells = grid(tmp_path, methods=["full", "codes", "window"], budgets=["10%", "20%"]).cells
+    assert [(cell.spec.method, cell.spec.budget, cell.impossible) for cell in cells] == [
+        ("full", "100%", None),
+        ("codes", "unlimited", None),
+        ("window", "10%", None),
+        ("window", "20%", None),
+    ]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
