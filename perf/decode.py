@@ -1,9 +1,12 @@
 """A decode step of a method against one of the full cache, on the device at hand: the same prompt, the same rows.
 
 Both run interleaved in one process; a step counts with all that falls due in it, routing included, and what comes
-before the first step (prefill, compression, admission) does not.
+before the first step (prefill, compression, admission) does not. On a CPU QEvict attends to a working copy of its
+codes: no ratio is reported unless, in float32, it says the same tokens without one. (In bf16 the copy's keys are rounded
+and those made of the codes at every step are not, which can turn a token.)
 
-    python -m perf.decode [--method qevict] [--budget 20%] [--contexts 4096,8000] [--rows 1,4] [--new 17] [--json]
+    python -m perf.decode [--method qevict] [--budget 20%] [--contexts 4096,8000] [--rows 1,4] [--new 17]
+                          [--json]
 
 The exit code is 1 where the method is the slower one.
 """
@@ -18,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 
@@ -54,8 +58,8 @@ class TimedEngine(Engine):
 
 def main() -> int:
     options = _options()
-    model = load_model(MODEL)
-    model.stop_ids = frozenset()  # every row generates all its tokens
+    model, exact = load_model(MODEL), load_model(replace(MODEL, dtype="float32"))
+    model.stop_ids = exact.stop_ids = frozenset()  # every row generates all its tokens
     method, full = method_class(options.method)(), method_class("full")()
     compared = (
         Fork("full", full, Budget.parse("100%"), "0"),
@@ -64,6 +68,8 @@ def main() -> int:
     found = []
     for context in options.contexts:
         prompt = prompts_of(model, 1, context, options.new)[0]
+        if method.name == "qevict":
+            refuse_other_tokens_without_copy(exact, _compressed(exact, prompt, compared[1]))
         compressed = [_compressed(model, prompt, fork) for fork in compared]
         for rows in options.rows:
             for ready in compressed:
@@ -81,7 +87,7 @@ def main() -> int:
             )
     slower = any(one["ratio"] > 1 for one in found)
     if options.json:
-        asked = {"method": options.method, "budget": options.budget, "new": options.new}
+        asked = {name: getattr(options, name) for name in ("method", "budget", "new")}
         print(json.dumps({**asked, "steps": found, "calibration": calibration()}, indent=1))
         return int(slower)
     for one in found:
@@ -117,14 +123,35 @@ def _compressed(model: LoadedModel, prompt: Prompt, fork: Fork) -> Ready:
     return ready
 
 
+def refuse_other_tokens_without_copy(model: LoadedModel, ready: Ready) -> None:
+    """What a step with the working copy saves is worth nothing where the copy says something else than the codes."""
+    said = []
+    for keeps in (True, False):
+        with patch("qevict.pool.keeps_working_copy", lambda device, keeps=keeps: keeps):
+            said.append(_run(model, ready, 1)[1][0].tokens)
+    if said[0] != said[1]:
+        place = next(place for place, pair in enumerate(zip(*said, strict=True), 1) if pair[0] != pair[1])
+        prompt = len(ready.generation.prompt.ids)
+        raise SystemExit(
+            f"{prompt} tokens: QEvict says other tokens with a working copy of its codes than without, from the "
+            f"{place}. on: no ratio is reported"
+        )
+
+
 def _step_ms(model: LoadedModel, ready: Ready, rows: int) -> float:
     """Mean milliseconds of a step of so many rows."""
+    engine, _ = _run(model, ready, rows)
+    return engine.seconds / engine.steps * 1e3
+
+
+def _run(model: LoadedModel, ready: Ready, rows: int) -> tuple[TimedEngine, list[Generation]]:
     prompt, fork = ready.generation.prompt, ready.generation.fork
     forks = [replace(fork, key=row) for row in range(rows)]
     engine = TimedEngine(model, EngineSpec(rows), ready.compressed)
-    if failed := [row.error for row in engine.run([replace(prompt, forks=forks)]) if row.error]:
+    finished = list(engine.run([replace(prompt, forks=forks)]))
+    if failed := [row.error for row in finished if row.error]:
         raise SystemExit(f"a row failed: {failed[0]}")
-    return engine.seconds / engine.steps * 1e3
+    return engine, finished
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def settings_table(summary: Summary) -> Table:
     """Every method's settings, once."""
     seen = {(one.label, one.configuration.settings): one.configuration for one in summary.results}
     rows = [
-        Row((Cell(label), Cell(configuration.method), Cell(_settings_words(settings))))
+        Row((Cell(label), Cell(configuration.method), Cell(settings_words(settings))))
         for (label, settings), configuration in seen.items()
     ]
     columns = (Column("Shown as", False), Column("Method", False), Column("Settings", False))
@@ -156,7 +156,7 @@ def data_table(tasks: Sequence[TaskFacts]) -> Table:
     return Table("Data", columns, tuple(rows))
 
 
-def _settings_words(settings: str) -> str:
+def settings_words(settings: str) -> str:
     return ", ".join(f"{key} = {json.dumps(value)}" for key, value in json.loads(settings).items()) or "none"
 
 

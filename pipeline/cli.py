@@ -121,14 +121,15 @@ def diagnostics(
     text: Annotated[list[Path] | None, typer.Option("--text", help="A text to read, beside the file's.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="A model's source in place of the file's.")] = None,
     conditions: Annotated[str | None, typer.Option("--conditions", help="Some of the file's, such as R0,R3.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="The first N traces.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="The first N traces or prompts.")] = None,
     output: Annotated[str | None, typer.Option("--output", help="A folder in place of the file's.")] = None,
+    data_dir: DataDir = None,
     debug: Debug = False,
 ) -> None:
-    """Look into QEvict's cache beside the full one: missed mass, churn, tier mass, score agreement, revival."""
+    """Look into caches beside the full one: QEvict's tiers on texts, what LORE-KV and evictors keep on tasks."""
     from pipeline import diagnose
 
-    diagnose.diagnostics(file, diagnose.Asked(tuple(text or ()), model, conditions, limit, output))
+    diagnose.diagnostics(file, diagnose.Asked(tuple(text or ()), model, conditions, limit, output, data_dir))
 
 
 @app.command()

@@ -91,10 +91,11 @@ class Request:
         return min(int(node["Resources"].get(name, 0) // amount) for name, amount in wanted.items() if amount)
 
 
-def actor_request(cluster: Cluster) -> Request:
+def actor_request(cluster: Cluster, whole_node: bool = False) -> Request:
     """Resolve ``auto`` and ``null`` against the nodes that are there now.
 
-    An actor that asks for no cores computes on one thread, so on a node without GPUs it asks for all of them.
+    An actor that asks for no cores computes on one thread, so on a node without GPUs it asks for all of them. With
+    ``whole_node`` it asks for them on any node, so that Ray puts nothing beside it.
     """
     nodes = _nodes()
     gpus = cluster.gpus_per_actor
@@ -103,7 +104,8 @@ def actor_request(cluster: Cluster) -> Request:
     cpus = cluster.cpus_per_actor
     if cpus is None:
         candidates = [node for node in nodes if _gpus(node) >= max(gpus, 1)] if gpus else nodes
-        shares = [_cpus(node) * (gpus / _gpus(node) if gpus else 1) for node in candidates if _cpus(node)]
+        part = [gpus / _gpus(node) if gpus and not whole_node else 1 for node in candidates]
+        shares = [_cpus(node) * share for node, share in zip(candidates, part, strict=True) if _cpus(node)]
         cpus = max(int(min(shares)), 1) if shares else 1
     hide_gpus = gpus == 0 and any(_gpus(node) for node in nodes)
     return Request(cpus, gpus, cluster.resources, cluster.labels, hide_gpus)

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pipeline import show
+from pipeline.efficiency_report import EfficiencyReport
 from pipeline.errors import SweepProblem
 from pipeline.estimate import estimate
 from pipeline.outputs import Output, read_output, read_plan
@@ -31,6 +32,8 @@ def run(file: Path, options: RunOptions, failures_ok: bool) -> int:
 
     def planned() -> None:
         nonlocal tracker
+        if opened.sweep.timing is not None:  # no data, and nothing in the background
+            return
         show.show_data(opened.grid.data)
         tracker = _tracker(opened.store, opened.sweep.mlflow.tracking_uri if opened.sweep.mlflow.enabled else OFF)
 
@@ -65,6 +68,8 @@ def compare(output: str, first: str, second: str, allow_protocols: bool) -> None
     from pipeline.compare import compare as compare_rows
 
     read = read_output(Store(output))
+    if read.timed:
+        raise SweepProblem(f"{read.store.uri} is a timing sweep and has no scores: its report compares times")
     try:
         compared = compare_rows(read.rows, first, second, read.cells, allow_protocols)
     except CompareError as error:
@@ -76,6 +81,8 @@ def replay(output: str, tracking_uri: str | None) -> None:
     store = Store(output)
     read = read_output(store)
     made = read.report()
+    if not isinstance(made, Report):
+        raise SweepProblem(f"{store.uri} is a timing sweep: MLflow is kept for scores, its report has the times")
     with _files(store, made) as files:
         try:
             replay_runs(tracking_uri or _configured_uri(read), read.sweep, read.cells, made, files)
@@ -100,13 +107,13 @@ def _publish(store: Store, tracker: Tracker | None, finished: Finished) -> None:
     with _files(store, made) as files:
         show.console().print(made.rich())
         _say_where(store, files)
-        if tracker is not None:
+        if tracker is not None and isinstance(made, Report):
             tracker.finish(made, files, "FAILED" if finished.outcome.stopped else "FINISHED")
             tracker.close()
 
 
 @contextmanager
-def _files(store: Store, made: Report) -> Iterator[list[Path]]:
+def _files(store: Store, made: Report | EfficiencyReport) -> Iterator[list[Path]]:
     """The report's files in the output, and on this machine for as long as the context lasts."""
     with TemporaryDirectory() as scratch:
         files = made.write(store.folder.local or Path(scratch))

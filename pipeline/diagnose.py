@@ -1,4 +1,8 @@
-"""``kvsweep diagnostics``: run QEvict's diagnostics on texts, keep every measure, and show tables and figures."""
+"""``kvsweep diagnostics``: run a file's diagnostics, keep every measure, and show tables and figures.
+
+This module has QEvict's, which read texts; LORE-KV's, on the prompts of tasks, are in
+:mod:`pipeline.diagnose_lorekv`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline import render
-from pipeline.diagnostics_file import DiagnosticsFile, load_diagnostics
+from pipeline.diagnose_lorekv import run_lorekv
+from pipeline.diagnostics_file import DiagnosticsFile, LoreDiagnosticsFile, load_diagnostics
+from pipeline.diagnostics_lorekv import lorekv_tables
+from pipeline.diagnostics_output import keep_measures, write_texts
 from pipeline.diagnostics_page import alone, missed_mass, page, tier_mass
 from pipeline.diagnostics_summary import Diagnostics, tables
 from pipeline.errors import SweepProblem
@@ -17,9 +24,11 @@ from pipeline.show import console
 from workers.job import ModelSpec
 
 if TYPE_CHECKING:
-    from workers.diagnose import Condition, Diagnosis
+    from pipeline.table import Table
+    from workers.diagnose import Condition
     from workers.models import LoadedModel
-    from workers.traces import Trace
+
+File = TypeVar("File", DiagnosticsFile, LoreDiagnosticsFile)
 
 
 @dataclass(frozen=True)
@@ -31,24 +40,44 @@ class Asked:
     conditions: str | None = None
     limit: int | None = None
     output: str | None = None
+    data_dir: Path | None = None
 
 
 def diagnostics(file: Path, asked: Asked) -> None:
     """Run what the file and the command line ask for; the output folder then has everything."""
+    settings = load_diagnostics(file)
+    if isinstance(settings, LoreDiagnosticsFile):
+        made = _of_lorekv(_with(settings, asked), asked)
+    else:
+        made = _of_qevict(_with(settings, asked), asked)
+    for table in made:
+        console().print(render.rich(table))
+    for path in sorted(Path(asked.output or settings.output).iterdir()):
+        print(path)
+
+
+def _of_qevict(settings: DiagnosticsFile, asked: Asked) -> list[Table]:
+    if asked.data_dir is not None:
+        raise SweepProblem("--data-dir: QEvict's diagnostics read texts, no tasks: give --text FILE")
+    settings = settings.model_copy(update={"texts": [*settings.texts, *(str(path) for path in asked.texts)]})
+    texts = _texts(settings.texts)
+    return tables(run(settings, _loaded(settings.model), texts, asked.limit), settings.horizon)
+
+
+def _of_lorekv(settings: LoreDiagnosticsFile, asked: Asked) -> list[Table]:
+    if asked.texts:
+        raise SweepProblem("--text: LORE-KV's diagnostics read the prompts of tasks: name some in the file's `tasks`")
+    return lorekv_tables(run_lorekv(settings, _loaded(settings.model), asked.data_dir, asked.limit), settings)
+
+
+def _loaded(model: ModelSpec) -> LoadedModel:
     from workers.description import ModelError
     from workers.models import load_model
 
-    settings = _with(load_diagnostics(file), asked)
-    texts = _texts(settings.texts)
     try:
-        model = load_model(settings.model)
+        return load_model(model)
     except ModelError as error:
         raise SweepProblem(str(error)) from None
-    found = run(settings, model, texts, asked.limit)
-    for table in tables(found, settings.horizon):
-        console().print(render.rich(table))
-    for path in sorted(Path(settings.output).iterdir()):
-        print(path)
 
 
 def run(settings: DiagnosticsFile, model: LoadedModel, texts: dict[str, str], limit: int | None) -> Diagnostics:
@@ -73,15 +102,15 @@ def run(settings: DiagnosticsFile, model: LoadedModel, texts: dict[str, str], li
             diagnosis = diagnose(model, read, conditions, settings.horizon)
         except (ConditionError, ValueError) as error:
             raise SweepProblem(f"{trace.name}: {error}") from None
-        _keep(output / "measures" / f"{number:05d}.parquet", trace, diagnosis)
+        keep_measures(output / "measures" / f"{number:05d}.parquet", trace.name, diagnosis.measures)
         found.add(trace.name, diagnosis.measures, diagnosis.held)
         console().print(f"{number + 1} of {len(traces)} traces: {trace.name}", highlight=False)
     _write(output, settings, found)
     return found
 
 
-def _with(settings: DiagnosticsFile, asked: Asked) -> DiagnosticsFile:
-    changes: dict[str, Any] = {"texts": [*settings.texts, *(str(path) for path in asked.texts)]}
+def _with(settings: File, asked: Asked) -> File:
+    changes: dict[str, Any] = {}
     if asked.model is not None:
         changes["model"] = ModelSpec(Path(asked.model.removeprefix("wheel:")).name, asked.model, settings.model.dtype)
     if asked.output is not None:
@@ -115,18 +144,6 @@ def _conditions(settings: DiagnosticsFile) -> list[Condition]:
     ]
 
 
-def _keep(path: Path, trace: Trace, diagnosis: Diagnosis) -> None:
-    """One row per measure of the trace, head by head."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    rows = diagnosis.measures
-    columns = ("condition", "name", "parameter", "layer", "head", "numerator", "denominator")
-    held = pa.table({"trace": [trace.name] * len(rows)} | {key: [getattr(row, key) for row in rows] for key in columns})
-    parquet.write_table(held, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)
-
-
 def _write(output: Path, settings: DiagnosticsFile, found: Diagnostics) -> None:
     figures = {"Future missed mass over decoding": missed_mass(found), "Tier mass": tier_mass(found)}
     made = tables(found, settings.horizon)
@@ -151,5 +168,4 @@ def _write(output: Path, settings: DiagnosticsFile, found: Diagnostics) -> None:
         "diagnostics.html": page(settings.name, facts, figures, made),
         "tables.md": "\n".join(render.markdown(table) for table in made),
     }
-    for name, text in texts.items():
-        (output / name).write_text(text, encoding="utf-8")
+    write_texts(output, texts)

@@ -73,7 +73,9 @@ def alone(inline: str) -> str:
     return inline.replace("<svg", "<svg xmlns='http://www.w3.org/2000/svg'", 1)
 
 
-def page(name: str, facts: Mapping[str, object], figures: Mapping[str, str], tables: Sequence[Table]) -> str:
+def page(
+    name: str, facts: Mapping[str, object], figures: Mapping[str, str], tables: Sequence[Table], of: str = "QEvict"
+) -> str:
     """Figures and tables, without script or links."""
     items = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(str(value))}</dd></div>" for key, value in facts.items())
     drawn = "".join(f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>" for title, svg in figures.items())
@@ -82,7 +84,7 @@ def page(name: str, facts: Mapping[str, object], figures: Mapping[str, str], tab
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{escape(name)} · kvsweep</title><style>{STYLE}</style></head><body>"
-        f"<header><p class='kind'>Diagnostics of QEvict</p><h1>{escape(name)}</h1>"
+        f"<header><p class='kind'>Diagnostics of {escape(of)}</p><h1>{escape(name)}</h1>"
         f"<dl class='facts'>{items}</dl></header>"
         f"<main>{drawn}{tabled}</main></body></html>\n"
     )

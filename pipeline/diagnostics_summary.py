@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.figures import NOTHING, brackets, points, share
-from pipeline.partition import SAME, Scores, partition, replicates
+from pipeline.partition import SAME, Floats, Scores, partition, replicates
 from pipeline.stats import CONFIDENCE, Interval
 from pipeline.table import Cell, Column, Row, Table
 
@@ -76,13 +76,18 @@ class Diagnostics:
             self.held[one.condition].append(one)
         for measure in measures:
             key = (measure.condition, measure.name, measure.parameter)
-            for sums in (self._whole[key], self._layers[key, measure.layer]):
+            of_layer = [] if measure.layer is None else [self._layers[key, measure.layer]]
+            for sums in (self._whole[key], *of_layer):
                 above, below = sums.get(trace, (0.0, 0.0))
                 sums[trace] = (above + measure.numerator, below + measure.denominator)
 
     def get(self, condition: str, name: str, parameter: int | None = None) -> Ratio | None:
-        sums = self._whole.get((condition, name, parameter))
+        sums = self.sums(condition, name, parameter)
         return ratio(sums) if sums else None
+
+    def sums(self, condition: str, name: str, parameter: int | None = None) -> Sums:
+        """By trace; none where nothing was measured."""
+        return self._whole.get((condition, name, parameter), {})
 
     def parameters(self, condition: str, name: str) -> list[int]:
         return sorted(key[2] for key in self._whole if key[:2] == (condition, name) and key[2] is not None)
@@ -107,15 +112,31 @@ class Diagnostics:
 
 def ratio(sums: Sums) -> Ratio:
     """Sum over sum; the interval resamples traces, numerators and denominators together."""
-    names = sorted(sums)
-    above, below = (np.array([sums[name][place] for name in names]) for place in (0, 1))
+    above, below = _columns(sums)
     value = float(above.sum() / below.sum())
     interval = None
-    if len(names) > 1 and np.ptp(above / below) > SAME:
-        tops, bottoms = (replicates(partition(Scores.of(part, names)), "traces") for part in (above, below))
-        low, high = np.quantile(tops / bottoms, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
-        interval = Interval(float(low), float(high), "bootstrap over traces")
-    return Ratio(value, interval, float(above.sum()), len(names))
+    if len(sums) > 1 and np.ptp(above / below) > SAME:
+        interval = middle(resampled(sums))
+    return Ratio(value, interval, float(above.sum()), len(sums))
+
+
+def resampled(sums: Sums) -> Floats:
+    """The ratio under every bootstrap draw of traces; measures of the same traces share their draws."""
+    names = sorted(sums)
+    tops, bottoms = (replicates(partition(Scores.of(part, names)), "traces") for part in _columns(sums))
+    return tops / bottoms
+
+
+def middle(draws: Floats) -> Interval:
+    """The percentile interval of bootstrap draws."""
+    low, high = np.quantile(draws, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
+    return Interval(float(low), float(high), "bootstrap over traces")
+
+
+def _columns(sums: Sums) -> tuple[Floats, Floats]:
+    """Numerators and denominators, traces by name."""
+    above, below = zip(*(sums[name] for name in sorted(sums)), strict=True)
+    return np.array(above), np.array(below)
 
 
 def _record(key: Key, found: Ratio, layer: int | None) -> dict[str, object]:

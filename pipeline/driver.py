@@ -81,7 +81,7 @@ class Driver:
         self._plan, self._store, self._feed, self._lease = plan, store, feed, lease
         self._costs, self._progress, self._on_progress = costs, progress, on_progress
         self._cluster = plan.sweep.cluster
-        self._request = actor_request(self._cluster)
+        self._request = actor_request(self._cluster, whole_node=plan.sweep.timing is not None)
         self._new_actor: Callable[[], Any] = ray.remote(worker_class).options(**self._request.options()).remote
         self._agenda = Agenda(plan.jobs, self._cluster.max_failures)
         self._slots: list[Slot] = []
@@ -128,7 +128,9 @@ class Driver:
     def _hire(self) -> None:
         """As many actors as there is work for, and room: on a cluster that grows by demand they are the demand."""
         if time.monotonic() >= self._recount_at:
-            self._room = self._cluster.max_actors or max(self._request.fits(), 1)
+            # What isolated runs measure must not share its machine, nor come from two of them.
+            most = 1 if self._plan.sweep.timing else self._cluster.max_actors
+            self._room = most or max(self._request.fits(), 1)
             self._recount_at = time.monotonic() + RECOUNT_S
         wanted = min(self._room, self._agenda.waiting + len(self._busy()))
         while len(self._slots) < wanted:
@@ -161,11 +163,12 @@ class Driver:
             pending[sample.sample_id] = tuple(dict.fromkeys((*known, *sorted(work.missing[sample.index]))))
         needed = {cell for cells in pending.values() for cell in cells}
         first, last = samples[0].index, samples[-1].index
+        batch = f"x{group.batch}" if group.timing else ""
         return Job(
-            job_id=f"{group.model.label}-{group.task.name}-{group.context}-{group.data_seed}-{first}-{last}",
+            job_id=f"{group.model.label}-{group.task.name}-{group.context}{batch}-{group.data_seed}-{first}-{last}",
             attempt=work.attempt,
             model=group.model,
-            engine=self._plan.sweep.engine,
+            engine=group.engine,
             protocol=self._plan.sweep.protocol,
             samples=tuple(samples),
             cells=tuple(cell.spec for cell in group.cells if cell.cell_id in needed),
@@ -176,6 +179,7 @@ class Driver:
                 "data_seed": group.data_seed,
                 "sample_limit": self._plan.limit or 0,
             },
+            timing=group.timing,
         )
 
     def _release(self) -> None:

@@ -11,8 +11,12 @@ import pyarrow as pa
 
 from pipeline.plan import Group, Plan
 from workers.description import ModelDescription
+from workers.job import TimingSpec
 
-COLUMNS = ("model", "task", "context", "sample_index", "status", "prefill_s", "compress_s", "decode_s", "batch_rows")
+COLUMNS = (
+    *("model", "task", "context", "sample_index", "status", "prefill_s", "compress_s", "decode_s", "batch_rows"),
+    *("row_width", "timing", "ttft_s"),
+)
 CPU_SPEED = 1e11
 GPU_SPEED = 1e14
 """Operations per second that a small CPU box and one GPU sustain, to one digit: for the rough figure alone."""
@@ -30,29 +34,44 @@ class Cost:
 
 
 class Costs:
-    """The cost of a group's work, from the nearest rows: of its task at its context, else of any task there."""
+    """The cost of a group's work, from the nearest rows: of its task at its context, else of any task there; for
+    isolated runs those of its batch."""
 
     def __init__(self, plan: Plan, rows: pa.Table) -> None:
         self._plan = plan
         self._per_pair: dict[tuple[object, ...], float] = {}
         samples: dict[tuple[object, ...], list[float]] = defaultdict(list)
         pairs: dict[tuple[object, ...], list[float]] = defaultdict(list)
+        runs: dict[tuple[object, ...], list[float]] = defaultdict(list)
         for row in rows.to_pylist():
             if row["status"] != "ok":
+                continue
+            if row["timing"] == "isolated":
+                runs[row["model"], row["context"], row["row_width"]].append(row["ttft_s"] + row["decode_s"])
                 continue
             for key in ((row["model"], row["context"], row["task"]), (row["model"], row["context"])):
                 samples[key].append(row["prefill_s"])
                 # Rows of one decode batch share its time.
                 pairs[key].append(row["compress_s"] + row["decode_s"] / max(row["batch_rows"], 1))
         self._measured = {key: Cost(fmean(samples[key]), fmean(pairs[key]), True) for key in samples}
+        self._runs = {key: fmean(seconds) for key, seconds in runs.items()}
 
     def of(self, group: Group) -> Cost:
+        if group.timing:
+            return self._of_run(group, group.timing)
         key = (group.model.label, group.context, group.task.name)
         found = self._measured.get(key) or self._measured.get(key[:2])
         if found is not None:
             return found
         description, width = self._plan.grid.descriptions[group.model.label], self._plan.sweep.engine.row_width
         return _rough(group, description, width, self._speed())
+
+    def _of_run(self, group: Group, timing: TimingSpec) -> Cost:
+        """A batch by itself, and its share of the warm-up."""
+        found = self._runs.get((group.model.label, group.context, group.batch))
+        one = _rough(group, self._plan.grid.descriptions[group.model.label], group.batch, self._speed())
+        seconds = group.batch * (one.sample + one.pair) if found is None else found
+        return Cost(0.0, seconds * (1 + timing.warmup / group.samples), found is not None)
 
     def of_pair(self, group: Group) -> float:
         """Seconds per row, the prompt's share included."""

@@ -14,7 +14,7 @@ from workers.row import Row
 
 def failed_rows(plan: Plan, work: Work, samples: Iterable[Sample], error: str) -> list[Row]:
     """A failed row for every pair that ``work`` still misses. ``samples``: those with missing pairs."""
-    group, sweep, protocol = work.group, plan.sweep, plan.sweep.protocol
+    group, protocol = work.group, plan.sweep.protocol
     cells = {cell.cell_id: cell.spec for cell in group.cells}
     return [
         Row(
@@ -38,11 +38,12 @@ def failed_rows(plan: Plan, work: Work, samples: Iterable[Sample], error: str) -
             answer_prefix=protocol.answer_prefix,
             dtype=group.model.dtype,
             attention=group.model.attention,
-            row_width=sweep.engine.row_width,
+            row_width=group.engine.row_width,
             references=list(sample.references),
             metric=sample.metric,
             sample_index=sample.index,
             sample_limit=plan.limit or 0,
+            timing="isolated" if group.timing else "shared",
             sample_meta=json.dumps(sample.meta, sort_keys=True),
             finished_at=time.time(),
         )

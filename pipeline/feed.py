@@ -47,6 +47,9 @@ class SampleFeed:
         """Make the samples of the first groups that have none yet."""
         running = {group.key for group in self._running.values()}
         for group in groups:
+            if group.timing:
+                self._ready.setdefault(group.key, _repeats(group))
+                continue
             if len(self._running) >= AT_ONCE:
                 return
             if group.key not in self._ready and group.key not in running:
@@ -93,3 +96,11 @@ class SampleFeed:
             self._sources.data_dir,
             self._sources.cache_dir,
         )
+
+
+def _repeats(group: Group) -> list[Sample]:
+    """Isolated runs have no data: a sample is a number, from which the actor makes its prompts."""
+    return [
+        Sample(group.task.name, index, "", "", "", (), group.max_new_tokens, "", repeat=index)
+        for index in range(group.samples)
+    ]

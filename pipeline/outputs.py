@@ -12,6 +12,7 @@ from workers.provenance import versions
 if TYPE_CHECKING:
     import pandas as pd
 
+    from pipeline.efficiency_report import EfficiencyReport
     from pipeline.report import Report
 
 
@@ -24,7 +25,16 @@ class Output:
     cells: list[dict[str, Any]]
     sweep: dict[str, Any]
 
-    def report(self) -> Report:
+    @property
+    def timed(self) -> bool:
+        """Whether its rows are isolated runs, which have times and no scores."""
+        return bool(self.sweep.get("timing"))
+
+    def report(self) -> Report | EfficiencyReport:
+        if self.timed:
+            from pipeline.efficiency_report import efficiency_report
+
+            return efficiency_report(self.rows, self.cells, self.sweep)
         from pipeline.report import build_report
 
         return build_report(self.rows, self.cells, self.sweep)

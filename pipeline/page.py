@@ -59,13 +59,18 @@ def page(
         ("results", "Results", "".join(_results(summary.boards, drawn))),
         ("tasks", "Inside the tasks", "".join(_inside(summary.boards, views))),
         ("cost", "Cost", "".join(_costs(summary.boards))),
-        ("failures", "Failures", _optional(failures_table(failures), "texts")),
-        ("impossible", "Cells that cannot run", _optional(impossible_table(summary), "texts")),
-        ("data", "Data", _optional(data_table(source.tasks) if source.tasks else None, "texts")),
+        ("failures", "Failures", optional(failures_table(failures), "texts")),
+        ("impossible", "Cells that cannot run", optional(impossible_table(summary), "texts")),
+        ("data", "Data", optional(data_table(source.tasks) if source.tasks else None, "texts")),
         ("settings", "Methods and their settings", render.html(settings_table(summary), "texts")),
-        ("provenance", "How it was run", _provenance(sweep, source)),
+        ("provenance", "How it was run", provenance_section(sweep, source)),
         ("reading", "How to read this", "".join(f"<p>{escape(text)}</p>" for text in READING)),
     ]
+    return document(sweep, _facts(sweep, status, summary, source), sections)
+
+
+def document(sweep: Mapping[str, Any], facts: str, sections: Iterable[tuple[str, str, str]]) -> str:
+    """A page of sections (anchor, title, body); those without a body are left out."""
     kept = [(anchor, title, body) for anchor, title, body in sections if body]
     links = "".join(f"<a href='#{anchor}'>{escape(title)}</a>" for anchor, title, _ in kept)
     bodies = "".join(f"<section id='{anchor}'><h2>{escape(title)}</h2>{body}</section>" for anchor, title, body in kept)
@@ -75,7 +80,7 @@ def page(
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{title} · kvsweep</title><style>{STYLE}</style></head><body>"
         f"<header><p class='kind'>KV-cache compression sweep</p><h1>{title}</h1>"
-        f"{_facts(sweep, status, summary, source)}</header><nav>{links}</nav><main>{bodies}</main></body></html>\n"
+        f"{facts}</header><nav>{links}</nav><main>{bodies}</main></body></html>\n"
     )
 
 
@@ -89,12 +94,16 @@ def _facts(sweep: Mapping[str, Any], status: str, summary: Summary, source: Prov
         "Models": ", ".join(dict.fromkeys(condition.model for condition in conditions)),
         "Grid": f"{methods} methods, {len({task for board in summary.boards for task in board.tasks})} tasks, "
         f"contexts {', '.join(f'{length:,}' if length else 'own lengths' for length in contexts)}",
-        "Started": _when(sweep.get("started")),
-        "Rows written": f"{_when(source.first)} to {_when(source.last)}" if source.last else "none yet",
+        "Started": when(sweep.get("started")),
+        "Rows written": f"{when(source.first)} to {when(source.last)}" if source.last else "none yet",
         "Devices": counted(source.counts.get("device", {})),
         "Numerics": counted(source.counts.get("numerics", {})),
         "Output": str(sweep.get("output", "")),
     }
+    return facts_list(facts)
+
+
+def facts_list(facts: Mapping[str, str]) -> str:
     items = "".join(f"<div><dt>{key}</dt><dd>{escape(value)}</dd></div>" for key, value in facts.items() if value)
     return f"<dl class='facts'>{items}</dl>"
 
@@ -104,6 +113,10 @@ def _flags(flags: Sequence[Flag], summary: Summary) -> str:
         return "<p class='fine'>No rows yet.</p>"
     if not flags:
         return "<p class='fine'>No warnings: the baseline works, every method evicts, nothing is over its budget.</p>"
+    return flag_list(flags)
+
+
+def flag_list(flags: Iterable[Flag]) -> str:
     items = "".join(f"<li class='{flag.level}'><b>{escape(flag.title)}.</b> {escape(flag.text)}</li>" for flag in flags)
     return f"<ul class='flags'>{items}</ul>"
 
@@ -160,11 +173,11 @@ def _costs(boards: Iterable[Board]) -> Iterator[str]:
                 yield f"<h3>{escape(name(board.condition))}</h3>{render.html(table)}"
 
 
-def _optional(table: Any, css: str) -> str:
+def optional(table: Any, css: str) -> str:
     return render.html(table, css) if table else ""
 
 
-def _provenance(sweep: Mapping[str, Any], source: Provenance) -> str:
+def provenance_section(sweep: Mapping[str, Any], source: Provenance) -> str:
     held = {key: ", ".join(values) for key, values in source.versions.items()}
     own = {str(key): str(value) for key, value in sweep.get("versions", {}).items()}
     data = {
@@ -186,7 +199,7 @@ def _provenance(sweep: Mapping[str, Any], source: Provenance) -> str:
     )
 
 
-def _when(moment: object) -> str:
+def when(moment: object) -> str:
     """A time stamp, or a text that already is one, to the second and in UTC."""
     if isinstance(moment, int | float):
         return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

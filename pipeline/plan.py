@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,15 @@ from tasks.registry import get_task
 from tasks.sources import DataSources
 from tasks.task import Task, TaskError
 from workers.description import ModelDescription, ModelError, describe
-from workers.job import CellSpec, ModelSpec
+from workers.job import CellSpec, EngineSpec, ModelSpec, TimingSpec
 
 FULL = "full"
 FULL_BUDGET = Budget.parse("100%")
+NO_BUDGET = Budget.parse("unlimited")
+TIMING = TaskEntry.model_construct(name="timing")
+"""Stands where a task stands in groups of isolated runs; no registry knows it."""
+TIMING_VERSION = 1
+"""Of what is measured, and how."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class Cell:
     samples: int
     """All samples of the cell: ``--limit`` takes the first of them and leaves the cell what it is."""
     impossible: str | None = None
+    batch: int = 0
+    """Rows of an isolated run; 0 for a cell that is scored."""
 
     @property
     def cell_id(self) -> str:
@@ -63,12 +70,14 @@ class Cell:
             "data_seed": self.data_seed,
             "expected": self.samples,
             "impossible": self.impossible or "",
+            "batch": self.batch,
         }
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cells of the same samples. ``context`` 0: the task's own lengths."""
+    """Cells of the same samples. ``context`` 0: the task's own lengths. With ``timing``, samples are repeats,
+    ``context`` is the prompt's length alone, and the engine's row width is the batch."""
 
     model: ModelSpec
     task: TaskEntry
@@ -76,13 +85,27 @@ class Group:
     data_seed: int
     samples: int
     max_new_tokens: int
+    engine: EngineSpec = field(default_factory=EngineSpec)
+    timing: TimingSpec | None = None
     cells: tuple[Cell, ...] = ()
 
     @property
-    def key(self) -> tuple[str, str, int, int]:
-        return self.model.label, self.task.name, self.context, self.data_seed
+    def key(self) -> tuple[str, str, int, int, int]:
+        return self.model.label, self.task.name, self.context, self.data_seed, self.engine.row_width
+
+    @property
+    def batch(self) -> int:
+        """Rows of an isolated run; 0 where cells are scored."""
+        return self.engine.row_width if self.timing else 0
+
+    @property
+    def positions(self) -> int:
+        """Most tokens of a prompt with those to generate, which a context counts; 0 where only the samples tell."""
+        return self.context + self.max_new_tokens if self.timing else self.context
 
     def __str__(self) -> str:
+        if self.timing:
+            return f"timing at {self.context}, batch {self.batch}, on {self.model.label}"
         context = f" at {self.context}" if self.context else ""
         return f"{self.task.name}{context}, seed {self.data_seed}, on {self.model.label}"
 
@@ -119,6 +142,7 @@ class Grid:
             "name": self.sweep.name,
             "protocol": asdict(self.sweep.protocol),
             "engine": asdict(self.sweep.engine),
+            "timing": self.sweep.timing.model_dump() if self.sweep.timing else None,
             "data": self.data,
             "models": {
                 model.label: asdict(model) | {"fingerprint": self.descriptions[model.label].fingerprint}
@@ -183,44 +207,56 @@ def expand(sweep: SweepFile, file: Path, sources: DataSources) -> Grid:
 
 def make_plan(grid: Grid, rows: pa.Table, limit: int | None = None, retry_failed: bool = False) -> Plan:
     """What is done and what is left. ``rows``: all that the output holds (cell_id, sample_index, status at least)."""
-    finished = final_samples(rows, retry_failed)
+    finished = whole_repeats(grid, final_samples(rows, retry_failed))
     wanted = {(cell.cell_id, index) for cell in grid.cells for index in range(limited(cell.samples, limit))}
     done = Counter(cell for cell, _ in finished & wanted)
     jobs = tuple(_in_order(grid.sweep, grid.groups, finished, limit))
     return Plan(grid, limit, jobs, done)
 
 
+def whole_repeats(grid: Grid, finished: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Without the repeats of isolated runs that some cell lacks: methods are compared inside a repeat, side by side, so
+    one that was cut short runs again as a whole."""
+    cut = set()
+    for group in grid.groups:
+        cells = [cell.cell_id for cell in group.cells if cell.impossible is None] if group.timing else []
+        for index in range(group.samples):
+            pairs = {(cell, index) for cell in cells}
+            cut |= pairs if not pairs <= finished else set()
+    return finished - cut
+
+
 def failed_pairs(plan: Plan, rows: pa.Table) -> int:
     """Pairs asked for that have failed rows and no other."""
     good = final_samples(rows, retry_failed=True)
+    final = whole_repeats(plan.grid, final_samples(rows, retry_failed=False))
     wanted = {(cell.cell_id, index) for cell in plan.grid.cells for index in range(plan.asked(cell))}
-    return len((final_samples(rows, retry_failed=False) - good) & wanted)
+    return len((final - good) & wanted)
 
 
 def cell_id(
     sweep: SweepFile,
     description: ModelDescription,
     group: Group,
-    recipe: dict[str, Any],
+    task: list[Any],
     method: Method,
     budget: Budget,
     method_seed: int,
 ) -> str:
-    """The hash of all that can change a cell's number.
+    """The hash of all that can change a cell's number. ``task``: its name, version and data recipe.
 
     Not in it: the number of samples, labels, library versions, anything about the cluster.
     """
-    task = get_task(group.task.name, group.task.settings)
     content = {
         "model": description.fingerprint,
         "tokenizer": description.tokenizer_fingerprint,
         "dtype": group.model.dtype,
         "attention": group.model.attention,
-        "engine": asdict(sweep.engine),
+        "engine": asdict(group.engine),
         "protocol": asdict(sweep.protocol),
         "method": method.identity,
         "budget": str(budget),
-        "task": [task.name, task.version, recipe],
+        "task": task,
         "context": group.context,
         "seeds": [group.data_seed, method_seed],
     }
@@ -305,49 +341,62 @@ def _groups(sweep: SweepFile, model: ModelSpec, description: ModelDescription, s
     changes neither, there is one cell for all seeds.
     """
     model = replace(model, revision=description.revision or model.revision)  # what is loaded is what was hashed
+    yield from _timing_groups(sweep, model, description)
     for entry in sweep.tasks:
         task = get_task(entry.name, entry.settings)
-        recipe = task.recipe(sources)
+        identity = [task.name, task.version, task.recipe(sources)]
         samples = limited(entry.samples or sweep.samples, task.available(sources))
         seeds: dict[int, list[int]] = {}
         for seed in sweep.seeds:
             seeds.setdefault(seed if task.seeded else 0, []).append(seed)
         for context in _contexts(sweep, entry, task):
             for data_seed, method_seeds in seeds.items():
-                group = Group(model, entry, context, data_seed, samples, task.generation_limit)
-                cells = _cells(sweep, description, group, recipe, method_seeds)
+                group = Group(model, entry, context, data_seed, samples, task.generation_limit, sweep.engine)
+                cells = _cells(sweep, description, group, identity, method_seeds)
                 yield replace(group, cells=tuple(cells))
 
 
+def _timing_groups(sweep: SweepFile, model: ModelSpec, description: ModelDescription) -> Iterator[Group]:
+    """One group per length and batch, so that all methods of it run in turn on one device."""
+    timing = sweep.timing
+    if timing is None:
+        return
+    for tokens, batch in product(timing.prompt_tokens, timing.batch):
+        engine, run = replace(sweep.engine, row_width=batch), TimingSpec(tokens, timing.new_tokens, timing.warmup)
+        group = Group(model, TIMING, tokens, 0, timing.repeats, timing.new_tokens, engine, run)
+        cells = _cells(sweep, description, group, [TIMING.name, TIMING_VERSION, asdict(run)], [0])
+        yield replace(group, cells=tuple(cells))
+
+
 def _cells(
-    sweep: SweepFile, description: ModelDescription, group: Group, recipe: dict[str, Any], seeds: list[int]
+    sweep: SweepFile, description: ModelDescription, group: Group, task: list[Any], seeds: list[int]
 ) -> Iterator[Cell]:
     for entry, method, budget in _method_budgets(sweep):
         impossible = _impossible(sweep, description, group, method, budget)
         for seed in dict.fromkeys(seed if method.stochastic else 0 for seed in seeds):
-            name = cell_id(sweep, description, group, recipe, method, budget, seed)
+            name = cell_id(sweep, description, group, task, method, budget, seed)
             spec = CellSpec(name, method.name, method.settings(), str(budget), seed, entry.shown)
-            yield Cell(
-                spec, group.model.label, group.task.name, group.context, group.data_seed, group.samples, impossible
-            )
+            where = group.model.label, group.task.name, group.context, group.data_seed
+            yield Cell(spec, *where, group.samples, impossible, group.batch)
 
 
 def _method_budgets(sweep: SweepFile) -> Iterator[tuple[MethodEntry, Method, Budget]]:
-    """The full cache once, every other method at every budget."""
+    """The full cache and methods with an operating point of their own once, every other method at every budget."""
     for entry in sweep.methods:
         method = entry.method()
-        for budget in [FULL_BUDGET] if method.name == FULL else sweep.budgets:
+        once = FULL_BUDGET if method.name == FULL else NO_BUDGET if method.fixed else None
+        for budget in sweep.budgets if once is None else [once]:
             yield entry, method, budget
 
 
 def _impossible(
     sweep: SweepFile, description: ModelDescription, group: Group, method: Method, budget: Budget
 ) -> str | None:
-    if group.context > description.max_positions:
-        return f"context {group.context} is beyond the model's {description.max_positions} positions"
+    if group.positions > description.max_positions:
+        return f"context {group.positions} is beyond the model's {description.max_positions} positions"
     if not group.context:
         return None  # the task's own lengths: known only when its samples are
-    longest = group.context - group.max_new_tokens  # a context counts the tokens to generate
+    longest = group.positions - group.max_new_tokens
     resolved = budget.resolve(longest, group.max_new_tokens, sweep.protocol.budget_base, description.layout)
     return method.impossible(resolved, description.layout)
 
@@ -364,12 +413,17 @@ def _in_order(
         own = [group for group in groups if group.model.label == model.label]
         for context in sorted({group.context for group in own}, reverse=True):
             shards = [
-                list(_shards(group, finished, limited(group.samples, limit), sweep.cluster.samples_per_job))
+                list(_shards(group, finished, limited(group.samples, limit), _shard_size(sweep, group)))
                 for group in own
                 if group.context == context
             ]
             for turn in zip_longest(*shards):
                 yield from (shard for shard in turn if shard is not None)
+
+
+def _shard_size(sweep: SweepFile, group: Group) -> int:
+    """All repeats of an isolated run go to one actor, which warms up once."""
+    return group.samples if group.timing else sweep.cluster.samples_per_job
 
 
 def _shards(group: Group, finished: set[tuple[str, int]], samples: int, size: int) -> Iterator[Shard]:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.results import Configuration, Summary
 from pipeline.summary import error_kind
 
 if TYPE_CHECKING:
@@ -73,14 +72,14 @@ def provenance(rows: pd.DataFrame) -> Provenance:
     )
 
 
-def failures(rows: pd.DataFrame, summary: Summary, labels: Mapping[Configuration, str]) -> list[Failure]:
-    """Failed rows gathered by error, most frequent first. ``labels``: what a configuration is called."""
+def failures(rows: pd.DataFrame, labels: Mapping[str, str]) -> list[Failure]:
+    """Failed rows gathered by error, most frequent first. ``labels``: what a cell is called, by its id."""
     failed = rows[~rows["scored"]]
     texts = failed["error"].where(failed["error"].str.strip() != "", "the metric gave no score")
     found = []
     for _, part in failed.assign(error=texts).groupby(texts.map(_without_numbers)):
         example = str(part["error"].iloc[0])
-        called = part["cell_id"].map(lambda cell_id: labels[summary.configurations[cell_id]])
+        called = part["cell_id"].map(dict(labels))
         kind = error_kind(example)
         found.append(Failure(kind, example, len(part), _counts(called), _counts(part["task"]), _counts(part["node"])))
     return sorted(found, key=lambda failure: -failure.count)

@@ -85,16 +85,15 @@ class Report:
 
     def write(self, folder: Path) -> list[Path]:
         """``report.html``, ``table.md``, ``table.csv`` and ``table.tex`` in ``folder``."""
-        folder.mkdir(parents=True, exist_ok=True)
-        texts = {
-            "report.html": self.html(),
-            "table.md": self.markdown(),
-            "table.csv": self.csv(),
-            "table.tex": self.latex(),
-        }
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        return [folder / name for name in texts]
+        return write_files(folder, self.html(), self.markdown(), self.csv(), self.latex())
+
+
+def write_files(folder: Path, html: str, markdown: str, csv: str, latex: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"report.html": html, "table.md": markdown, "table.csv": csv, "table.tex": latex}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
 
 
 def build_report(rows: pd.DataFrame, cells: Sequence[Mapping[str, Any]], sweep: Mapping[str, Any]) -> Report:
@@ -103,11 +102,12 @@ def build_report(rows: pd.DataFrame, cells: Sequence[Mapping[str, Any]], sweep: 
     planned = planned_rows(rows, cells)
     source = provenance(planned)
     labels = {result.configuration: figures.full_name(result) for result in summary.results}
+    called = {cell_id: labels[configuration] for cell_id, configuration in summary.configurations.items()}
     return Report(
         sweep=sweep,
         summary=summary,
         provenance=source,
         flags=tuple(flags(summary, planned, source.tasks, sweep)),
-        failures=tuple(failures(planned, summary, labels)),
+        failures=tuple(failures(planned, called)),
         views=take_apart(planned, summary),
     )

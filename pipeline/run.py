@@ -63,10 +63,11 @@ class Opened:
         for group in self.grid.groups:
             cells = [cell.spec for cell in group.cells if not cell.impossible]
             description = self.grid.descriptions[group.model.label]
-            prompts = min(group.samples, self.sweep.cluster.samples_per_job)
-            engine, base = self.sweep.engine, self.sweep.protocol.budget_base
-            peak = predict_peak(description, engine, cells, group.context, group.max_new_tokens, prompts, base)
-            peaks[group.model.label] = max(peak, peaks.get(group.model.label, 0))
+            prompts = group.batch or min(group.samples, self.sweep.cluster.samples_per_job)
+            size, base = (group.positions, group.max_new_tokens, prompts), self.sweep.protocol.budget_base
+            for together in [[cell] for cell in cells] if group.timing else [cells]:
+                peak = predict_peak(description, group.engine, together, *size, base)
+                peaks[group.model.label] = max(peak, peaks.get(group.model.label, 0))
         return peaks
 
     def plan(self, options: RunOptions) -> tuple[Plan, Costs, pa.Table]:

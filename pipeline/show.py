@@ -43,10 +43,12 @@ def show_plan(plan: Plan, left: Estimate, peaks: dict[str, int], all_cells: bool
         highlight=False,
     )
     out.print(f"time: {_time(plan, left)}", highlight=False)
-    out.print(f"smallest difference that shows: {_detectable(plan)}", highlight=False)
+    if plan.sweep.timing is None:
+        out.print(f"smallest difference that shows: {_detectable(plan)}", highlight=False)
     if plan.limit is not None:
         out.print(f"partial: the first {_count(plan.limit, 'sample')} of each cell (--limit)", highlight=False)
-    show_data(plan.grid.data)
+    if plan.sweep.timing is None:
+        show_data(plan.grid.data)
     for model, peak in peaks.items():
         out.print(f"memory: {model} peaks at {_bytes(peak)}, predicted from its configuration", highlight=False)
 
@@ -111,7 +113,7 @@ def _groups_table(plan: Plan) -> Table:
     table = Table("model", "context", "task", "seeds", "cells", "samples", "rows done", title=plan.sweep.name)
     merged: dict[tuple[str, int, str], list[Cell]] = defaultdict(list)
     for cell in plan.grid.cells:
-        merged[cell.model, cell.context, cell.task].append(cell)
+        merged[cell.model, cell.context, _task(cell)].append(cell)
     for (model, context, task), cells in merged.items():
         seeds = {(cell.data_seed, cell.spec.method_seed) for cell in cells}
         done, asked = sum(plan.done[cell.cell_id] for cell in cells), sum(plan.asked(cell) for cell in cells)
@@ -135,13 +137,17 @@ def _cells_table(plan: Plan) -> Table:
             cell.cell_id,
             cell.model,
             str(cell.context or "own"),
-            cell.task,
+            _task(cell),
             cell.spec.label,
             cell.spec.budget,
             f"{cell.data_seed}, {cell.spec.method_seed}",
             "impossible" if cell.impossible else f"{plan.done[cell.cell_id]}/{plan.asked(cell)}",
         )
     return table
+
+
+def _task(cell: Cell) -> str:
+    return f"{cell.task}, batch {cell.batch}" if cell.batch else cell.task
 
 
 def _impossible(cells: Iterable[Cell]) -> dict[str, list[Cell]]:

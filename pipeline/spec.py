@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -188,15 +188,30 @@ def _distinct(items: list[Item]) -> list[Item]:
     return items
 
 
+class Timing(Section):
+    """Isolated runs in place of tasks: prompts of made-up tokens, ``batch`` of them at once, one method at a time."""
+
+    prompt_tokens: list[Count] = Field(min_length=1)
+    new_tokens: Annotated[int, Strict(), Field(ge=2)]
+    """What every row generates, whatever the model says; the first comes with the prompt, the others are timed."""
+    batch: list[Count] = Field(default=[1], min_length=1)
+    repeats: Count = 5
+    warmup: Count = 1
+    """Runs of every method and budget before the first that counts."""
+
+    _no_repeats = field_validator("prompt_tokens", "batch")(_distinct)
+
+
 class SweepFile(Section):
-    """A sweep as its file describes it."""
+    """A sweep as its file describes it: of ``tasks``, or, with ``timing``, of isolated runs."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     models: list[ModelSpec] = Field(min_length=1)
     contexts: list[Count] = []
     samples: Count = 50
     seeds: list[Seed] = Field(default=[0], min_length=1)
-    tasks: list[TaskEntry] = Field(min_length=1)
+    tasks: list[TaskEntry] = Field(default=[], min_length=1)
+    timing: Timing | None = None
     methods: list[MethodEntry] = Field(min_length=1)
     budgets: list[Annotated[Budget, PlainValidator(Budget.parse)]] = Field(min_length=1)
     protocol: Protocol = Protocol()
@@ -248,6 +263,20 @@ class SweepFile(Section):
         return engine
 
     @model_validator(mode="after")
+    def _tasks_or_timing(self) -> SweepFile:
+        if self.timing is None and not self.tasks:
+            raise PydanticCustomError(
+                "tasks", "is missing: list some, or measure time with a timing section", {"field": "tasks"}
+            )
+        if self.timing is not None and (field := next(_without_meaning(self), "")):
+            raise PydanticCustomError(
+                "timing",
+                "has no meaning in a timing sweep, whose runs are made up, isolated and as timing says: leave it out",
+                {"field": field},
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_task_has_contexts(self) -> SweepFile:
         for entry in self.tasks:
             if get_task(entry.name, entry.settings).contextual and not (entry.contexts or self.contexts):
@@ -255,6 +284,23 @@ class SweepFile(Section):
                     "contexts", "{task} needs context lengths: list some", {"task": entry.name, "field": "contexts"}
                 )
         return self
+
+
+def _without_meaning(sweep: SweepFile) -> Iterator[str]:
+    """Fields of a timing sweep that speak of samples, of shared runs, or of several actors at once."""
+    of_samples = ("tasks", "contexts", "samples", "seeds", "data_dir")
+    yield from (name for name in of_samples if name in sweep.model_fields_set)
+    for field in dataclasses.fields(Protocol):
+        if field.name != "budget_base" and getattr(sweep.protocol, field.name) != field.default:
+            yield f"protocol.{field.name}"
+    if sweep.engine.row_width != EngineSpec.row_width:
+        yield "engine.row_width"
+    if sweep.cluster.max_actors not in (None, 1):
+        yield "cluster.max_actors"
+    if "samples_per_job" in sweep.cluster.model_fields_set:
+        yield "cluster.samples_per_job"
+    if sweep.mlflow.tracking_uri is not None:
+        yield "mlflow.tracking_uri"
 
 
 def load_sweep(path: Path | str) -> SweepFile:
@@ -340,6 +386,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 SECTIONS: dict[str, type] = {
     "models": ModelSpec,
+    "timing": Timing,
     "protocol": Protocol,
     "engine": EngineSpec,
     "cluster": Cluster,

@@ -1,0 +1,29 @@
+"""What both kinds of diagnostics leave in their output folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workers.layer_measures import Measure
+
+COLUMNS = ("condition", "name", "parameter", "layer", "head", "numerator", "denominator")
+
+
+def keep_measures(path: Path, trace: str, measures: Sequence[Measure]) -> None:
+    """One row per measure of a trace, head by head."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = {key: [getattr(one, key) for one in measures] for key in COLUMNS}
+    held = pa.table({"trace": [trace] * len(measures)} | rows)
+    parquet.write_table(held, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+
+
+def write_texts(output: Path, texts: Mapping[str, str]) -> None:
+    """Files by name."""
+    for name, text in texts.items():
+        (output / name).write_text(text, encoding="utf-8")
