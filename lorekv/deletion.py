@@ -4,7 +4,8 @@ Deleting token i and renormalising moves a head's output o by a_i / (1 - a_i) (o
 
     cost_i = a_i / (1 - a_i) · || W_O^h (o - v_i) ||
 
-The norm needs no projected values: with G = W_O^hᵀ W_O^h, [d, d], it is oᵀGo - 2 (Go)ᵀv + vᵀGv.
+The norm needs no projected values: with G = W_O^hᵀ W_O^h, [d, d], it is oᵀGo - 2 (Go)ᵀv + vᵀGv. Where a model gates
+its outputs before the projection, the gate of each query stretches o - v first.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ SURVIVING = 1e-4
 class Attended:
     """Queries of one KV head with what they attend to: the prompt, and for lookahead their own continuation.
 
-    probabilities [G, Q, n] of the prompt's tokens; output [G, Q, d_v], over everything attended.
+    probabilities [G, Q, n] of the prompt's tokens; output [G, Q, d_v], over everything attended; logits [G, Q, n],
+    scaled and finite, where they are asked for; gates [G, Q, d_v] of the outputs, where the model has them.
     """
 
     probabilities: Tensor
     output: Tensor
+    logits: Tensor | None = None
+    gates: Tensor | None = None
 
 
 def deletion_cost(attended: Attended, values: Tensor, gram: Tensor) -> Tensor:
@@ -41,14 +45,29 @@ def deletion_cost(attended: Attended, values: Tensor, gram: Tensor) -> Tensor:
     Returns:
         [G, Q, n]
     """
-    output, probabilities = attended.output, attended.probabilities
+    if attended.gates is None:
+        distance = _distance(attended.output, values, gram)
+    else:
+        distance = _gated_distance(attended.output, values, gram, attended.gates)
+    odds = attended.probabilities / (1 - attended.probabilities).clamp_min_(SURVIVING)
+    return distance.mul_(odds)
+
+
+def _distance(output: Tensor, values: Tensor, gram: Tensor) -> Tensor:
     projected = output @ gram
     of_output = (projected * output).sum(-1, keepdim=True)
     of_values = ((values @ gram) * values).sum(-1)[:, None]
     by_column = values.T.expand(len(gram), -1, -1)
-    distance = torch.baddbmm(of_output + of_values, projected, by_column, alpha=-2).clamp_min_(0).sqrt_()
-    odds = probabilities / (1 - probabilities).clamp_min_(SURVIVING)
-    return distance.mul_(odds)
+    return torch.baddbmm(of_output + of_values, projected, by_column, alpha=-2).clamp_min_(0).sqrt_()
+
+
+def _gated_distance(output: Tensor, values: Tensor, gram: Tensor, gates: Tensor) -> Tensor:
+    """Query by query: with its gate each of them has a projection of its own."""
+    squares = []
+    for query, gate in zip(output.unbind(1), gates.to(output).unbind(1), strict=True):
+        moved = (query[:, None] - values) * gate[:, None]  # [G, n, d_v]
+        squares.append(((moved @ gram) * moved).sum(-1))
+    return torch.stack(squares, 1).clamp_min_(0).sqrt_()
 
 
 def projection_grams(output_projection: Tensor, kv_heads: int) -> Tensor:
@@ -61,6 +80,12 @@ def attend_prompt(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
     """Causal attention of a prompt's last queries. queries [G, w, d], keys [n, d], values [n, d_v]"""
     probabilities = window_attention(queries, keys, scale)
     return Attended(probabilities, probabilities @ values.to(probabilities))
+
+
+def attend_prompt_alone(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+    """Attention of futures over the prompt as if they had no tokens of their own. queries [G, M, T, d], keys [n, d]"""
+    probabilities = torch.softmax(scaled_logits(queries.flatten(1, 2), keys, scale), -1)
+    return Attended(probabilities, probabilities @ values.float())
 
 
 def attend_futures(
@@ -79,3 +104,8 @@ def attend_futures(
     of_prompt = weights[..., :prompt].flatten(1, 2)
     of_own = (weights[..., prompt:] @ own_values.float()).flatten(1, 2)
     return Attended(of_prompt, of_prompt @ values.float() + of_own)
+
+
+def scaled_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """queries [G, Q, d], keys [n, d] -> [G, Q, n] fp32, tokens that come after a query included"""
+    return (queries.float() @ keys.float().T) * scale

@@ -25,7 +25,8 @@ class Futures:
 
     tokens [M, T]; lengths [M], how many of them were fed; log_probability, entropy, varentropy [M, T] fp32 of the
     distribution each token was drawn from, at temperature 1. Per growing layer: queries [M, H_q, T, d], rotated, and
-    the futures' own keys [M, H_kv, T, d] and values [M, H_kv, T, d_v].
+    the futures' own keys [M, H_kv, T, d] and values [M, H_kv, T, d_v], output gates [M, H_q, T, d_v] where the model
+    has them (else none).
     """
 
     tokens: Tensor
@@ -36,6 +37,7 @@ class Futures:
     queries: list[Tensor]
     keys: list[Tensor]
     values: list[Tensor]
+    gates: list[Tensor]
 
     def steps(self) -> Tensor:
         """[M, T] bool: the tokens that were fed."""
@@ -76,16 +78,18 @@ def sample_futures(
     temperature: float,
     seeds: Sequence[str],
     given: Tensor | None = None,
+    first: int = 0,
 ) -> list[Futures]:
     """Sample M futures of T tokens for each prompt, as few batches as possible.
 
     Args:
         given: [M, T] token ids to feed instead of sampled ones (comparisons with other implementations).
+        first: the number of the first particle: with those before it, these are what one call would have sampled.
     """
     blocks = [
-        _block(prompt, prefill, seed, first, tokens, given)
+        _block(prompt, prefill, seed, start, tokens, given)
         for prompt, (prefill, seed) in enumerate(zip(prefills, seeds, strict=True))
-        for first in range(0, particles, PARTICLES)
+        for start in range(first, first + particles, PARTICLES)
     ]
     found: list[list[Futures]] = [[] for _ in prefills]
     for start in range(0, len(blocks), BLOCKS):
@@ -93,7 +97,7 @@ def sample_futures(
         continuation = _continue(together, tokens, temperature)
         for place, block in enumerate(together):
             found[block.prompt].append(_futures(block, place, continuation))
-    return [_joined(parts, particles) for parts in found]
+    return [join_futures(parts, particles) for parts in found]
 
 
 def _block(prompt: int, prefill: Prefill, seed: str, first: int, tokens: int, given: Tensor | None) -> _Block:
@@ -126,11 +130,12 @@ def _futures(block: _Block, place: int, continuation: Continuation) -> Futures:
         [continuation.queries(place, layer) for layer in layers],
         [keys for keys, _ in suffixes],
         [values for _, values in suffixes],
+        [gates for layer in layers if (gates := continuation.gates(place, layer)) is not None],
     )
 
 
-def _joined(parts: list[Futures], particles: int) -> Futures:
-    """The blocks of one prompt, without the particles to spare."""
+def join_futures(parts: Sequence[Futures], particles: int) -> Futures:
+    """Futures of one prompt that were sampled one after another: the first ``particles`` of them."""
 
     def join(tensors: Iterable[Tensor]) -> Tensor:
         return torch.cat(list(tensors))[:particles]
@@ -147,6 +152,7 @@ def _joined(parts: list[Futures], particles: int) -> Futures:
         by_layer(part.queries for part in parts),
         by_layer(part.keys for part in parts),
         by_layer(part.values for part in parts),
+        by_layer(part.gates for part in parts),
     )
 
 

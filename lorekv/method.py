@@ -11,16 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+from kvcache.budget import ResolvedBudget
 from kvcache.evict import PromptEvictor
 from kvcache.method import Observations
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcache.prefill import LayerPrefill, Prefill
-    from lorekv.lookahead import Futures
+    from kvcache.pool import Compressed
+    from kvcache.prefill import Prefill
+
+Objective = Literal["deletion", "attention", "value_norm", "andpro", "obcache"]
+Support = Literal["prompt_and_own", "prompt"]
+Typicality = Literal["gap", "normalized", "centred"]
+LayerBudgets = Literal["uniform", "global"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +35,19 @@ class LoreKV(PromptEvictor):
 
     window: last prompt queries that score, and that are kept beside the first token.
     particles, tokens: M futures of T tokens; 0 particles is the prompt-only control.
-    mix: λ_L, the weight of the lookahead term; 0 is the prompt-only control.
-    atypicality, entropy: λ_A and λ_E of the reliability weights; 0 and 0 are uniform weights.
+    mix: λ_L, the weight of the lookahead term; 0 is the prompt-only control, 1 is lookahead alone.
+    atypicality, entropy, disagreement: λ_A, λ_E and λ_D of the reliability weights; all 0 are uniform weights.
     temperature: of the sampling; the uniform estimator is the Monte Carlo estimate under the model only at 1.
+    typicality, hard_filter: other forms of the weights, see :mod:`lorekv.reliability`.
+    objective, squared: what a token costs a query, see :mod:`lorekv.scoring`; ``squared`` is of the deletion cost.
+    support: what a future's query attends to; ``prompt`` leaves its own tokens out.
+    kernel: maximum pooling of scores over neighbours; 1 is none.
+    tail: α, the weight of the costliest queries in the mean.
+    head_exponent: τ, budgets of heads in proportion to their future cost to this power; 0 is uniform.
+    key_diversity, value_diversity: λ_k and λ_v, what likeness to kept tokens costs, see :mod:`lorekv.diversity`.
+    structural: keep chat and tool-call markers and document separators where the budget has room.
+    stop_change: sample no more futures once a block of four moves at most this share of the kept tokens; 0 is never.
+    layer_budgets: ``global`` lets layers compete for their budgets, see :mod:`lorekv.selection`.
     """
 
     name: ClassVar[str] = "lorekv"
@@ -44,14 +60,42 @@ class LoreKV(PromptEvictor):
     atypicality: float = 1.0
     entropy: float = 1.0
     temperature: float = 1.0
+    disagreement: float = 0.0
+    typicality: Typicality = "gap"
+    hard_filter: float = 0.0
+    objective: Objective = "deletion"
+    squared: bool = False
+    support: Support = "prompt_and_own"
+    kernel: int = 1
+    tail: float = 0.0
+    head_exponent: float = 0.0
+    key_diversity: float = 0.0
+    value_diversity: float = 0.0
+    structural: bool = False
+    stop_change: float = 0.0
+    layer_budgets: LayerBudgets = "uniform"
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.particles < 0 or self.tokens < 1:
             raise ValueError("window and tokens must be at least 1, particles at least 0")
-        if not 0 <= self.mix <= 1:
-            raise ValueError(f"mix is between 0 and 1, not {self.mix}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, not {self.temperature}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel must be odd and at least 1, not {self.kernel}")
+        for name in ("mix", "tail"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is between 0 and 1, not {getattr(self, name)}")
+        for name in ("hard_filter", "stop_change"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is a share below 1, not {getattr(self, name)}")
+        for name in ("atypicality", "entropy", "disagreement", "head_exponent", "key_diversity", "value_diversity"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        if self.squared and self.objective != "deletion":
+            raise ValueError(f"squared is of the objective 'deletion': leave it out with {self.objective!r}")
 
     @property
     def stochastic(self) -> bool:
@@ -65,61 +109,39 @@ class LoreKV(PromptEvictor):
         return Observations(queries=self.window)
 
     def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
-        """Scores of each prompt; the futures of all prompts are sampled together."""
-        if not self.particles or not self.mix:
-            return [self._scores(prefill, None) for prefill in prefills]
+        """Scores of each prompt, with what was sampled; the futures of all prompts are sampled together."""
+        from lorekv.adaptive import score_until_stable
         from lorekv.lookahead import sample_futures
+        from lorekv.scoring import score_prompt
 
+        if not self.stochastic:
+            return [score_prompt(self, prefill) for prefill in prefills]
+        if self.stop_change:
+            return score_until_stable(self, prefills, seeds)
         futures = sample_futures(prefills, self.particles, self.tokens, self.temperature, seeds)
-        return [self._scores(prefill, own) for prefill, own in zip(prefills, futures, strict=True)]
+        return [score_prompt(self, prefill, own) for prefill, own in zip(prefills, futures, strict=True)]
+
+    def utilities(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[list[Tensor]]:
+        return [scored.scores for scored in self.examine(prefills, seeds)]
 
     def scores(self, prefill: Prefill, seed: str) -> list[Tensor]:
         """Expected deletion cost of every prompt token. [H_kv, n] per growing layer"""
-        scores: list[Tensor] = self.examine([prefill], [seed])[0]
-        return scores
+        return self.utilities([prefill], [seed])[0]
 
-    def _scores(self, prefill: Prefill, futures: Futures | None) -> list[Tensor]:
-        from lorekv.deletion import projection_grams
-        from lorekv.reliability import particle_weights
+    def keep(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> list[list[Tensor]]:
+        from lorekv.selection import keep_tokens
 
-        weights = None if futures is None else particle_weights(futures, self.atypicality, self.entropy)
-        scores = []
-        for index, layer in enumerate(prefill.layers):
-            grams = projection_grams(layer.output_projection, len(layer.keys))
-            cost = self._window_cost(layer, grams)
-            if futures is not None and weights is not None and bool(weights.any()):
-                future_cost = self._future_cost(index, layer, grams, futures, weights)
-                cost = (1 - self.mix) * cost + self.mix * future_cost
-            scores.append(cost)
-        return scores
+        return keep_tokens(self, prefill, budget.prompt_budget, examined)
 
-    def _window_cost(self, layer: LayerPrefill, grams: Tensor) -> Tensor:
-        """P: mean over the group and the window's queries. [H_kv, n]"""
-        import torch
+    def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
+        compressed = super().compress(prefill, budget, examined)
+        compressed.facts = dict(examined.facts)
+        return compressed
 
-        from lorekv.deletion import attend_prompt, deletion_cost
 
-        assert layer.queries is not None
-        queries = layer.queries[:, -self.window :].unflatten(0, (len(layer.keys), -1))
-        costs = []
-        for head, values in enumerate(layer.values):
-            attended = attend_prompt(queries[head], layer.keys[head], values, layer.scale)
-            costs.append(deletion_cost(attended, values.float(), grams[head]).mean((0, 1)))
-        return torch.stack(costs)
-
-    def _future_cost(self, index: int, layer: LayerPrefill, grams: Tensor, futures: Futures, weights: Tensor) -> Tensor:
-        """F: weighted over futures, mean over the group and each future's queries. [H_kv, n]"""
-        import torch
-
-        from lorekv.deletion import attend_futures, deletion_cost
-
-        queries = futures.queries[index].unflatten(1, (len(layer.keys), -1))  # [M, H_kv, G, T, d]
-        own_keys, own_values = futures.keys[index], futures.values[index]
-        by_query = (weights / futures.lengths.clamp_min(1))[:, None] * futures.steps()
-        costs = []
-        for head, values in enumerate(layer.values):
-            own = own_keys[:, head], own_values[:, head]
-            attended = attend_futures(queries[:, head].transpose(0, 1), layer.keys[head], values, *own, layer.scale)
-            cost = deletion_cost(attended, values.float(), grams[head]).mean(0)
-            costs.append(by_query.flatten() @ cost)
-        return torch.stack(costs)
+_CHOICES = {
+    "objective": get_args(Objective),
+    "support": get_args(Support),
+    "typicality": get_args(Typicality),
+    "layer_budgets": get_args(LayerBudgets),
+}

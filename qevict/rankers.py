@@ -26,7 +26,7 @@ def ranking_method(name: str) -> Method | None:
     if _scores(name):
         return method_class(name)()
     what = "is a method that does not score prompt tokens" if name in method_names() else "is unknown"
-    known = [*OWN, *(other for other in method_names() if _scores(other))]
+    known = [*OWN, *(other for other in method_names() if other not in OWN and _scores(other))]
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
     raise ValueError(f"ranker {name!r} {what}; {hint}")

@@ -38,7 +38,7 @@ def utilities(ranker: Method, prefills: Sequence[Prefill], seeds: Sequence[str])
     """What a method thinks of the tokens of each prompt: one [H_kv, n] per layer. Prompts are scored together where the
     method can."""
     if isinstance(ranker, PromptEvictor):
-        return ranker.examine(prefills, seeds)
+        return ranker.utilities(prefills, seeds)
     return [ranker.scores(prefill, seed) for prefill, seed in zip(prefills, seeds, strict=True)]  # type: ignore[attr-defined]
 
 

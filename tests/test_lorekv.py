@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lorekv_cases import prefilled
 from models import prompt_ids, tiny_llama, tiny_qwen
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache.budget import Budget
-from kvcache.prefill import Prefill
 from lorekv.deletion import Attended, attend_futures, deletion_cost, projection_grams
 from lorekv.lookahead import _inverse_cdf, _surprise, sample_futures
 from lorekv.method import LoreKV
 from lorekv.reliability import effective_particles, particle_weights
+from lorekv.scoring import future_cost
 from workers.engine import Engine
-from workers.fork import Fork, Prompt, PromptForks
+from workers.fork import Fork, Prompt
 from workers.job import EngineSpec
 from workers.models import LoadedModel
 
@@ -23,12 +24,6 @@ from workers.models import LoadedModel
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     return tiny_llama()
-
-
-def prefilled(model: LoadedModel, tokens: int = 60) -> Prefill:
-    fork = Fork("", LoreKV(window=8), Budget.parse("unlimited"), "0")
-    with torch.inference_mode():
-        return PromptForks(model, 64).prefill(Prompt("", prompt_ids(tokens), [], 4, [fork]))
 
 
 def test_cost_equals_real_deletion() -> None:
@@ -193,8 +188,8 @@ def test_uniform_weights_are_exactly_uniform_and_identical_futures_are_one(model
         weights = particle_weights(futures, 1.0, 1.0)
         method, layer = LoreKV(window=8), prefill.layers[0]
         grams = projection_grams(layer.output_projection, len(layer.keys))
-        three = method._future_cost(0, layer, grams, futures, weights)
-        one = method._future_cost(0, layer, grams, single, torch.ones(1))
+        three = future_cost(method, 0, layer, grams, futures, weights)
+        one = future_cost(method, 0, layer, grams, single, torch.ones(1))
     assert effective_particles(weights) == pytest.approx(3)
     torch.testing.assert_close(three, one, rtol=1e-4, atol=1e-6)
 
