@@ -3,10 +3,11 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+PARITY := .parity
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --progress-bar off
 
-.PHONY: install sweep test test-slow lint clean
+.PHONY: install sweep test test-slow parity lint clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/installed
@@ -30,10 +31,23 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest -m slow
 
+# Kept tokens against those of kvpress, which needs an older transformers and so has an environment of its own.
+parity: install $(PARITY)/kvpress.safetensors
+	$(BIN)/python -m pytest -m slow -s tests/test_parity.py
+
+$(PARITY)/kvpress.safetensors: tests/parity_export.py $(PARITY)/installed
+	$(PARITY)/bin/python tests/parity_export.py $@
+
+$(PARITY)/installed: constraints.txt
+	$(PYTHON) -m venv $(PARITY)
+	$(PARITY)/bin/pip --quiet install --progress-bar off --constraint constraints.txt torch
+	$(PARITY)/bin/pip --quiet install --progress-bar off kvpress==0.5.5
+	touch $@
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) results build *.egg-info
+	rm -rf $(VENV) $(PARITY) results build *.egg-info

@@ -29,9 +29,8 @@ class ExpectedAttention(PromptEvictor):
     ``epsilon`` is ε.
 
     Where this differs from kvpress, the authors' code: queries are the model's own, un-rotated in fp32, where it
-    projects mean and covariance of hidden states, which leaves out query norms and biases; sinks rank strictly above
-    all else, while its padding ties with the best token. As there, Σ is divided by the number of queries, cached keys
-    are rotated, and the last tokens are not protected.
+    projects the hidden states once more and takes all moments in the model's type. As there, Σ is divided by the number
+    of queries, cached keys are rotated, and the last tokens are not protected.
     """
 
     name: ClassVar[str] = "expected_attention"
