@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.budget import ResolvedBudget
 from kvcache.layout import CacheLayout
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PromptEvictor(Method):
     """Uniform budget per layer and head, protected tokens counted inside it. Generated tokens are added (``grow``)."""
+
+    chooses_once: ClassVar[str] = ""
+    """Why it cannot choose again among what a head holds, as ``growth: bounded`` asks; empty where it can."""
 
     @property
     def family(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.budget import ResolvedBudget
@@ -90,6 +91,12 @@ class Method(ABC):
         """What copies that outlive a step take on a CPU, beside a row's cache, at most. Torch-free: ``plan`` asks."""
         return 0
 
+    def fitted(self, model: str, source: str, folder: Path) -> Method:
+        """This method with what was calibrated for a model: by its fingerprint, among the files of ``folder``. Raises
+        :class:`NotCalibrated`, whose text names the command that would do it for ``source``. Torch-free: ``plan`` asks.
+        """
+        return self
+
     @abstractmethod
     def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
         """What to keep of a prompt, and in which form."""
@@ -110,6 +117,10 @@ class Method(ABC):
     def identity(self) -> list[Any]:
         """Everything about the method that can change a number: what a cell's hash takes of it."""
         return [self.name, self.version, self.settings()]
+
+
+class NotCalibrated(ValueError):
+    """A method needs a calibration of the model that is not there, or another than the one it was given."""
 
 
 class UnknownMethod(ValueError):

@@ -72,9 +72,11 @@ class RaggedPool(FamilyPool):
 
 
 class LayerPages:
-    """The pages of one layer."""
+    """The pages of one layer. ``more``: further tensors that every page has."""
 
-    def __init__(self, layout: LayerLayout, shape: PoolShape) -> None:
+    def __init__(
+        self, layout: LayerLayout, shape: PoolShape, more: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
+    ) -> None:
         self.heads, self.group = layout.kv_heads, layout.group
         self.arena = PageArena(
             0,
@@ -84,6 +86,7 @@ class LayerPages:
                 "values": ((PAGE, layout.value_dim), shape.dtype),
                 "owner": ((), torch.int64),
                 "ordinal": ((), torch.int64),
+                **(more or {}),
             },
         )
         owners = shape.rows * self.heads

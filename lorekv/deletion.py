@@ -46,19 +46,25 @@ def deletion_cost(attended: Attended, values: Tensor, gram: Tensor) -> Tensor:
         [G, Q, n]
     """
     if attended.gates is None:
-        distance = _distance(attended.output, values, gram)
+        distance = _distance(attended, values, gram)
     else:
         distance = _gated_distance(attended.output, values, gram, attended.gates)
     odds = attended.probabilities / (1 - attended.probabilities).clamp_min_(SURVIVING)
     return distance.mul_(odds)
 
 
-def _distance(output: Tensor, values: Tensor, gram: Tensor) -> Tensor:
+def _distance(attended: Attended, values: Tensor, gram: Tensor) -> Tensor:
+    output = attended.output
     projected = output @ gram
     of_output = (projected * output).sum(-1, keepdim=True)
     of_values = ((values @ gram) * values).sum(-1)[:, None]
     by_column = values.T.expand(len(gram), -1, -1)
-    return torch.baddbmm(of_output + of_values, projected, by_column, alpha=-2).clamp_min_(0).sqrt_()
+    squares = torch.baddbmm(of_output + of_values, projected, by_column, alpha=-2)
+    # Where one token takes nearly all attention o is nearly v and the terms cancel: its norm is taken from o - v.
+    most = attended.probabilities.argmax(-1)
+    apart = output - values[most]
+    squares.scatter_(-1, most[..., None], ((apart @ gram) * apart).sum(-1, keepdim=True))
+    return squares.clamp_min_(0).sqrt_()
 
 
 def _gated_distance(output: Tensor, values: Tensor, gram: Tensor, gates: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ class LoreKV(PromptEvictor):
     """
 
     name: ClassVar[str] = "lorekv"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
+    chooses_once: ClassVar[str] = "its futures continue the prompt"
 
     window: int = 32
     particles: int = 4

@@ -27,6 +27,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcache.kernels import column_sums
 from kvcache.kernels.paged_attention import PagePartials, attend_pages, merge_pages
+from lorekv.deletion import Attended, deletion_cost
+from lorekv.kernels import deletion_scores
+from lorekv.scoring_queries import ScoringQueries
 from qevict.kernels import window_codes
 from qevict.kernels.code_attention import CodePages, attend_code_pages
 from qevict.kernels.tiered_attention import PAGE, FullPages, PageTables, attend_tiers, rotary_rows
@@ -202,12 +205,24 @@ def check_column_sums() -> dict[str, Any]:
     return {"passed": error < 1e-3, "error": error}
 
 
+def check_deletion(dtype: torch.dtype) -> dict[str, Any]:
+    """Scores close to the plain path's, which is in fp32 throughout, and the same tokens on top."""
+    given = _scored_prompt(3000, dtype)
+    pairs = list(zip(deletion_scores._score_fused(*given), deletion_scores._score_plain(*given), strict=True))
+    errors = [float((found - right).norm() / right.norm()) for found, right in pairs]
+    kept = [[torch.zeros_like(one).scatter(1, one.topk(300).indices, 1.0) for one in pair] for pair in pairs]
+    common = [float((found * right).sum() / right.sum()) for found, right in kept]
+    return {"passed": max(errors) < 1e-4 and min(common) >= 0.999, "errors": errors, "same_top": common}
+
+
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "attention, bf16": lambda: check_attention(torch.bfloat16),
     "attention, fp16": lambda: check_attention(torch.float16),
     "attention, fp32": lambda: check_attention(torch.float32),
     "codes": check_codes,
     "column sums": check_column_sums,
+    "deletion costs, bf16": lambda: check_deletion(torch.bfloat16),
+    "deletion costs, fp16": lambda: check_deletion(torch.float16),
 }
 
 
@@ -216,11 +231,32 @@ def _prompt(tokens: int) -> tuple[Tensor, Tensor]:
     return torch.randn(sizes[0], device=DEVICE).bfloat16(), torch.randn(sizes[1], device=DEVICE).bfloat16()
 
 
+def _scored_prompt(tokens: int, dtype: torch.dtype) -> tuple[ScoringQueries, Tensor, Tensor, Tensor, float]:
+    """What one layer of LORE-KV scores with by default: 32 queries of the prompt, four futures of 16 tokens."""
+    window, count = 32, 96
+    heads, early = HEADS * GROUP, torch.arange(count, device=DEVICE) < window
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE)
+
+    asked = ScoringQueries(
+        random(heads, count, DIM).to(dtype),
+        torch.where(early, tokens - window + 1 + torch.arange(count, device=DEVICE), tokens),
+        torch.rand(count, device=DEVICE),
+        random(heads, count).masked_fill(early, -torch.inf),
+        random(heads, count, DIM).masked_fill(early[:, None], 0),
+        window,
+    )
+    projection = random(HEADS, GROUP, DIM, 4096) / 64
+    keys, values = (random(HEADS, tokens, DIM).to(dtype) for _ in range(2))
+    return asked, keys, values, projection @ projection.transpose(2, 3), SCALE
+
+
 # -- fast? -------------------------------------------------------------------------------------------------------------
 
 
 def _timings(until: float, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for time_one in (*_decode_timings(), _time_column_sums):
+    for time_one in (_time_deletion, *_decode_timings(), _time_column_sums):
         if time.monotonic() > until:
             return
         one = time_one()
@@ -295,6 +331,29 @@ def _time_column_sums() -> dict[str, Any]:
         "seconds": whole,
         "seconds_with_saved_log_sums": saved,
         "causal_attention_seconds": attention,
+    }
+
+
+def _time_deletion() -> dict[str, Any]:
+    """One layer of a 32K prompt, beside the reference, which holds every query's costs, and the layer's attention."""
+    tokens = 32 * 1024
+    given = _scored_prompt(tokens, torch.bfloat16)
+    asked, keys, values, grams, _ = given
+    seconds = _seconds(partial(deletion_scores._score_fused, *given))
+    of_group = asked.queries.unflatten(0, (HEADS, GROUP)).float()
+
+    def query_by_query() -> None:
+        for queries, of_keys, of_values, gram in zip(of_group, keys, values.float(), grams, strict=True):
+            attention = torch.softmax(queries @ of_keys.float().T * SCALE, -1)
+            deletion_cost(Attended(attention, attention @ of_values), of_values, gram).mean((0, 1))
+
+    prompt = (_prompt(tokens)[0][None], keys[None], values[None])
+    causal = partial(scaled_dot_product_attention, *prompt, is_causal=True, scale=SCALE, enable_gqa=True)
+    return {
+        "what": "deletion costs, 32K",
+        "seconds": seconds,
+        "query_by_query_seconds": _seconds(query_by_query, 5),
+        "causal_attention_seconds": _seconds(causal, 5),
     }
 
 

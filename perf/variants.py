@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache.kernels import column_sums
+from lorekv.kernels import deletion_scores
 from qevict.kernels.tiered_attention import CODE_SPLIT, FULL_SPLIT, PAGE, SCORED_PAGES, STAGES, WARPS, padded
 
 HEADS = 8
@@ -14,7 +15,7 @@ HEADS = 8
 @dataclass(frozen=True)
 class Variant:
     """A kernel with its compile-time constants. Where ``looped``, its one loop is counted: an iteration attends to
-    ``pairs`` (key, value) pairs."""
+    ``pairs`` pairs of a key's and a value's element, or scores as many pairs of a query and a token."""
 
     name: str
     module: str
@@ -42,6 +43,8 @@ def variants() -> list[Variant]:
         quantize(128, 8, 2),
         sums("row_log_sums", 128, 4),
         sums("column_sums", 128, 4),
+        *(deletion(function, 128, 4) for function in ("attend_prompt", "value_norms", "deletion_costs")),
+        deletion("deletion_costs", 64, 8),
     ]
 
 
@@ -141,3 +144,23 @@ def sums(function: str, dim: int, group: int) -> Variant:
     constants = {"G": group, "D": dim, "COMPUTE": tl.bfloat16, **tile}
     module, warps = "kvcache.kernels.triton_column_sums", column_sums.WARPS
     return Variant(f"{function} d{dim} g{group}", module, function, arguments, constants, warps, column_sums.STAGES)
+
+
+def deletion(function: str, dim: int, group: int) -> Variant:
+    import triton.language as tl
+
+    arguments = {
+        **dict.fromkeys(("queries", "keys", "values"), "*bf16"),
+        **dict.fromkeys(("weights", "log_sums", "output", "projected", "output_norms", "norms", "grams"), "*fp32"),
+        **dict.fromkeys(("peaks", "most_distance", "of_window", "of_futures"), "*fp32"),
+        **dict.fromkeys(("count", "window", "tokens", "split_tokens", "key_stride", "value_stride"), "i32"),
+        **dict.fromkeys(("scale", "surviving"), "fp32"),
+        **dict.fromkeys(("visible", "most"), "*i32"),
+    }
+    keys, queries = deletion_scores.FUSED_KEYS, deletion_scores.FUSED_QUERIES
+    constants = {"G": group, "DV": dim, "KEYS": keys, "COMPUTE": tl.bfloat16}
+    by_query = function != "value_norms"
+    constants |= {"D": dim, "QUERIES": queries} if by_query else {"CHANNELS": deletion_scores.CHANNELS}
+    module, warps, stages = "lorekv.kernels.triton_deletion", deletion_scores.WARPS, deletion_scores.STAGES
+    name, pairs = f"{function} d{dim} g{group}", keys * queries
+    return Variant(name, module, function, arguments, constants, warps, stages, by_query, pairs)

@@ -133,6 +133,29 @@ def diagnostics(
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A Hub id, a folder, a .gguf file or wheel:NAME.", metavar="MODEL")],
+    text: Annotated[Path, typer.Option("--text", help="What the model reads: a text file, never test data.")],
+    method: Annotated[str, typer.Option("--method", help="The method that is calibrated.")] = "kvquant",
+    bits: Annotated[int, typer.Option("--bits", help="Bits per code.")] = 3,
+    outliers: Annotated[float, typer.Option("--outliers", help="Share of elements kept beside the codes.")] = 0.01,
+    sinks: Annotated[int, typer.Option("--sinks", help="First tokens left out, and kept in full.")] = 1,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of a sequence.")] = 2048,
+    sequences: Annotated[int, typer.Option("--sequences", min=1, help="Sequences to read.")] = 16,
+    gradients: Annotated[bool, typer.Option(help="Weigh by squared gradients, which takes a backward pass.")] = True,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the weights.")] = "bfloat16",
+    revision: Annotated[str | None, typer.Option("--revision", help="Of a Hub id.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Find what KVQuant needs to know of a model, once, from a text. Sweeps find the result in the cache."""
+    from pipeline import calibrate as calibration
+
+    settings = {"bits": bits, "outliers": outliers, "sinks": sinks}
+    asked = calibration.Asked(model, text, method, settings, tokens, sequences, gradients, dtype, revision)
+    calibration.calibrate(asked)
+
+
+@app.command()
 def methods(debug: Debug = False) -> None:
     """List the methods with their settings."""
     from pipeline import show

@@ -30,6 +30,8 @@ def protocol_words(condition: Condition) -> str:
         "prompt+max_new": "a budget is for prompt and generated tokens together",
     }.get(condition.budget_base, f"budget base {condition.budget_base}")
     words = [question, budget, f"chat template {condition.chat_template}"]
+    if condition.growth == "bounded":
+        words.append("methods that choose once choose again every 8 new tokens, so that these stay within the budget")
     if condition.answer_prefix != "stripped":
         words.append(f"answer prefix {condition.answer_prefix}")
     return f"Protocol: {'; '.join(words)}."

@@ -21,15 +21,16 @@ from typing import Any
 
 import pyarrow as pa
 
+from kvcache.bounded import Bounded, grown
 from kvcache.budget import Budget
-from kvcache.method import Method
+from kvcache.method import Method, NotCalibrated
 from pipeline.spec import MethodEntry, SpecError, SweepFile, TaskEntry
 from pipeline.store import final_samples
 from tasks.prompt import uses_chat
 from tasks.registry import get_task
 from tasks.sources import DataSources
 from tasks.task import Task, TaskError
-from workers.description import ModelDescription, ModelError, describe
+from workers.description import ModelDescription, ModelError, calibrations_folder, describe
 from workers.job import CellSpec, EngineSpec, ModelSpec, TimingSpec
 
 FULL = "full"
@@ -371,8 +372,9 @@ def _timing_groups(sweep: SweepFile, model: ModelSpec, description: ModelDescrip
 def _cells(
     sweep: SweepFile, description: ModelDescription, group: Group, task: list[Any], seeds: list[int]
 ) -> Iterator[Cell]:
-    for entry, method, budget in _method_budgets(sweep):
-        impossible = _impossible(sweep, description, group, method, budget)
+    for entry, plain, budget in _method_budgets(sweep):
+        method, uncalibrated = _fitted(plain, description, group.model)
+        impossible = uncalibrated or _impossible(sweep, description, group, method, budget)
         for seed in dict.fromkeys(seed if method.stochastic else 0 for seed in seeds):
             name = cell_id(sweep, description, group, task, method, budget, seed)
             spec = CellSpec(name, method.name, method.settings(), str(budget), seed, entry.shown)
@@ -389,9 +391,20 @@ def _method_budgets(sweep: SweepFile) -> Iterator[tuple[MethodEntry, Method, Bud
             yield entry, method, budget
 
 
+def _fitted(method: Method, description: ModelDescription, model: ModelSpec) -> tuple[Method, str | None]:
+    """A method with its calibration of the model, or why there is none."""
+    try:
+        return method.fitted(description.fingerprint, model.source, calibrations_folder()), None
+    except NotCalibrated as missing:
+        return method, str(missing)
+
+
 def _impossible(
     sweep: SweepFile, description: ModelDescription, group: Group, method: Method, budget: Budget
 ) -> str | None:
+    method = grown(method, sweep.protocol.growth)
+    if isinstance(method, Bounded) and method.cannot:
+        return method.cannot
     if group.positions > description.max_positions:
         return f"context {group.positions} is beyond the model's {description.max_positions} positions"
     if not group.context:

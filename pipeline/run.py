@@ -64,9 +64,9 @@ class Opened:
             cells = [cell.spec for cell in group.cells if not cell.impossible]
             description = self.grid.descriptions[group.model.label]
             prompts = group.batch or min(group.samples, self.sweep.cluster.samples_per_job)
-            size, base = (group.positions, group.max_new_tokens, prompts), self.sweep.protocol.budget_base
+            size, protocol = (group.positions, group.max_new_tokens, prompts), self.sweep.protocol
             for together in [[cell] for cell in cells] if group.timing else [cells]:
-                peak = predict_peak(description, group.engine, together, *size, base)
+                peak = predict_peak(description, group.engine, together, *size, protocol.budget_base, protocol.growth)
                 peaks[group.model.label] = max(peak, peaks.get(group.model.label, 0))
         return peaks
 

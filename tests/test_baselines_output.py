@@ -3,7 +3,7 @@ fp64, the limits where one method becomes another, exact totals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from dense_passes import Dense, dense_pass
+from hypothesis import given
 from hypothesis import strategies as st
 from models import prompt_ids, tiny_gemma4, tiny_llama, tiny_phi, tiny_qwen, tiny_qwen35
 from torch import Tensor
@@ -35,23 +36,8 @@ from kvcache.select import keep_counts, protect_ends
 from kvcache.window import window_attention
 from lorekv.deletion import attend_futures
 from lorekv.lookahead import sample_futures
-from workers.attention import Step
-from workers.engine import Engine
 from workers.fork import Fork, Prompt, PromptForks
-from workers.job import EngineSpec
 from workers.models import LoadedModel
-
-SMALL: tuple[PromptEvictor, ...] = (
-    AnDPro(window=8),
-    AnDPro(window=8, chunk=1, anchor="full"),
-    OBCache(window=8, recent=8),
-    OBCache(window=8, recent=5, sinks=2, saliency="prune_key", kernel=3),
-    DefensiveKV(window=8),
-    LayerDefensiveKV(window=8),
-    LAQ(window=8, recent=8),
-    LAQPlusPlus(window=8, recent=3),
-    GVote(),
-)
 
 
 def random_prompt(tokens: int, window: int, layers: int = 1, heads: int = 2, group: int = 2, seed: int = 0) -> Prefill:
@@ -407,33 +393,15 @@ def test_a_defensive_score_is_no_less_than_any_querys_and_pooling_keeps_row_sums
 # LAQ
 
 
-class Dense(Step):
-    """One dense pass over prompt and draft: the draft's queries do not see the prompt's evicted keys."""
-
-    def __init__(self, tokens: int, kept: list[list[list[int]]] | None) -> None:
-        self.tokens, self.kept = tokens, kept
-        self.queries: dict[int, Tensor] = {}
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        self.queries[layer] = queries[0]
-        group, length = queries.shape[1] // keys.shape[1], queries.shape[2]
-        seen = torch.ones(keys.shape[1], length, length, dtype=torch.bool).tril()
-        for head, kept in enumerate(self.kept[layer] if self.kept else ()):
-            seen[head, self.tokens :, [token for token in range(self.tokens) if token not in kept]] = False
-        keys, values, seen = (one.repeat_interleave(group, -3) for one in (keys, values, seen))
-        return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
-
-
 def dense_draft(model: LoadedModel, tokens: int, length: int, kept: list[list[list[int]]] | None) -> dict[int, Tensor]:
     """Queries of ``length`` greedy tokens after a prompt, by passes over everything. The first comes from the whole
     prompt."""
     ids = prompt_ids(tokens)
     for drafted in range(length + 1):
         step = Dense(tokens, kept)
-        with torch.inference_mode():
-            logits = model.forward(input_ids=torch.tensor([ids]), use_cache=False, kv_step=step).logits[0, -1]
+        logits = dense_pass(model, ids, step)
         if drafted < length:
-            ids = [*ids, int(logits.argmax())]
+            ids = [*ids, int(logits[-1].argmax())]
     return {layer: queries[:, tokens:] for layer, queries in step.queries.items()}
 
 
@@ -612,43 +580,6 @@ def test_a_budget_is_gvotes_ceiling_and_its_row_tells_both_shares() -> None:
 
 
 # All of them
-
-
-@settings(max_examples=15)
-@given(st.integers(12, 70), st.integers(12, 70))
-def test_budgets_are_held_and_protected_tokens_kept(tokens: int, budget: int) -> None:
-    prefill = prefilled(loaded(tiny_llama), tokens)
-    budget = min(budget, tokens)
-    for method in SMALL:
-        first, last = method.protected_ends
-        ends = {*range(min(first, tokens)), *range(max(tokens - last, 0), tokens)}
-        kept = kept_by(method, prefill, budget)
-        least = total(kept) if isinstance(method, GVote) else 6 * budget
-        whole_chunks = 3 * (method.chunk - 1) if isinstance(method, AnDPro) else 0
-        assert least - whole_chunks <= total(kept) <= 6 * budget
-        for head in (head for layer in kept for head in layer):
-            assert head == sorted(set(head))
-            assert ends <= set(head)
-
-
-def answers(methods: tuple[Method, ...], budget: str, spec: EngineSpec) -> Iterator[tuple[Method, list[int]]]:
-    forks = [Fork(method, method, Budget.parse(budget), "0") for method in methods]
-    for generation in Engine(loaded(tiny_llama), spec).run([Prompt("", prompt_ids(70), [5, 6], 6, forks)]):
-        assert not generation.error
-        yield generation.fork.method, generation.tokens
-
-
-def test_an_unlimited_budget_is_the_full_cache() -> None:
-    methods = tuple(GVote(nucleus=1) if isinstance(one, GVote) else one for one in SMALL)
-    found = dict(answers((Full(), *methods), "unlimited", EngineSpec(5, 64)))
-    assert len(found) == len(SMALL) + 1
-    assert all(tokens == found[Full()] for tokens in found.values())
-
-
-def test_what_is_kept_does_not_depend_on_what_is_scored_beside_it() -> None:
-    together = dict(answers(SMALL, "20 tokens", EngineSpec(5, 64)))
-    for method in SMALL:
-        assert dict(answers((method,), "20 tokens", EngineSpec(5, 64)))[method] == together[method]
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("KVSWEEP_CACHE", "~/.cache/kvsweep")).expanduser()
 
 
+def calibrations_folder() -> Path:
+    """Where what methods need to know of models is kept, made by ``kvsweep calibrate``."""
+    return cache_folder() / "calibrations"
+
+
 def _folder_facts(folder: Path) -> dict[str, Any]:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 
+from kvcache.bounded import grown
 from kvcache.budget import Budget
 from kvcache.method import Method, method_class
 from tasks.metrics import details, score
@@ -20,7 +21,7 @@ from workers.row import Row
 
 def run_job(model: LoadedModel, job: Job) -> Iterator[Row]:
     """All rows of a job, as they finish. A sample's own exception fails its rows, not the job."""
-    cells = {cell.cell_id: (cell, method_of(cell)) for cell in job.cells}
+    cells = {cell.cell_id: (cell, grown(method_of(cell), job.protocol.growth)) for cell in job.cells}
     failed: list[Row] = []
     engine = Engine(model, job.engine)
     for generation in engine.run(_prompts(model, job, cells, failed)):

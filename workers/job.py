@@ -55,7 +55,8 @@ class Protocol:
 
     question: Literal["compressed", "appended"] = "compressed"
     budget_base: Literal["prompt", "prompt+max_new"] = "prompt"
-    growth: Literal["grow"] = "grow"
+    growth: Literal["grow", "bounded"] = "grow"
+    """Of generated tokens, where a method chooses once: on top of what it keeps, or within the budget."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """``auto``: as the task's own protocol says."""
     answer_prefix: Literal["stripped", "verbatim"] = "stripped"

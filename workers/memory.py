@@ -10,6 +10,7 @@ import ctypes
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcache.bounded import Growth, grown
 from kvcache.budget import Base, Budget
 from kvcache.method import method_class
 from workers.architecture import copied_expert_weights, mlp_width
@@ -71,6 +72,7 @@ def predict_peak(
     max_new_tokens: int,
     prompts: int,
     base: Base = "prompt",
+    growth: Growth = "grow",
 ) -> int:
     """Peak bytes while a job with these cells and this many prompts runs: weights, prompts prefilled ahead, a full
     decode batch. Slack factors and workspace are those of a CPU; a GPU needs less.
@@ -80,7 +82,7 @@ def predict_peak(
     prompt = max(1, (context or description.max_positions // 2) - max_new_tokens)
     weights = description.parameters * ELEMENT_BYTES[description.dtype]
     layout = description.layout
-    forks = [_fork_bytes(description, cell, prompt, max_new_tokens, base) for cell in cells]
+    forks = [_fork_bytes(description, cell, prompt, max_new_tokens, base, growth) for cell in cells]
     if not forks:
         return weights + RUNTIME_BYTES
     one = layout.full_bytes(prompt) + layout.sliding_bytes(prompt) + layout.linear_bytes
@@ -93,9 +95,11 @@ def predict_peak(
     return int(weights + RUNTIME_BYTES + ahead * one * HELD_SLACK + rows * POOL_SLACK + transient)
 
 
-def _fork_bytes(description: ModelDescription, cell: CellSpec, prompt: int, max_new_tokens: int, base: Base) -> int:
+def _fork_bytes(
+    description: ModelDescription, cell: CellSpec, prompt: int, max_new_tokens: int, base: Base, growth: Growth
+) -> int:
     """A row at its largest: what the budget allows, the generated tokens where the method adds them, its workspace."""
-    method = method_class(cell.method)(**cell.settings)
+    method = grown(method_class(cell.method)(**cell.settings), growth)
     budget = Budget.parse(cell.budget).resolve(prompt, max_new_tokens, base, description.layout)
     return method.peak_bytes(budget, description.layout) + method.workspace_bytes(budget, description.layout)
 

@@ -52,6 +52,7 @@ class DefensiveKV(PromptEvictor):
 
     name: ClassVar[str] = "defensivekv"
     version: ClassVar[int] = 1
+    chooses_once: ClassVar[str] = "it weighs the heads of a layer against each other"
 
     window: int = 32
     kernel: int = 5

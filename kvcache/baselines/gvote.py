@@ -41,6 +41,7 @@ class GVote(PromptEvictor):
 
     name: ClassVar[str] = "gvote"
     version: ClassVar[int] = 1
+    chooses_once: ClassVar[str] = "it decides itself how much of a prompt to keep"
 
     nucleus: float = 0.95
     samples: int = 8

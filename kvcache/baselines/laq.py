@@ -45,6 +45,7 @@ class LAQ(WindowEvictor):
 
     name: ClassVar[str] = "laq"
     version: ClassVar[int] = 1
+    chooses_once: ClassVar[str] = "its draft continues the prompt"
 
     lookahead: int = 8
     stage2_window: int = 0
