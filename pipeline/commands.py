@@ -74,7 +74,11 @@ def compare(output: str, first: str, second: str, allow_protocols: bool) -> None
         compared = compare_rows(read.rows, first, second, read.cells, allow_protocols)
     except CompareError as error:
         raise SweepProblem(str(error)) from None
-    show.console().print(compared.rich())
+    console = show.console()
+    if console.is_terminal:
+        console.print(compared.rich())
+    else:
+        print(compared.markdown())
 
 
 def replay(output: str, tracking_uri: str | None) -> None:

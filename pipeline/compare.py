@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table as RichTable
 
+TERMINAL_TASKS = 3
 FIELDS = ("model", "context", "method", "budget", *PROTOCOL)
 
 
@@ -34,7 +35,8 @@ class Compared:
         return render.markdown(tables.comparison_table(self.pairs))
 
     def rich(self) -> RichTable:
-        return render.rich(tables.comparison_table(self.pairs))
+        """For a terminal, which has no room for many tasks."""
+        return render.rich(tables.comparison_table(self.pairs, TERMINAL_TASKS))
 
 
 def compare(

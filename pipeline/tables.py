@@ -67,9 +67,12 @@ def overview_table(board: Board) -> Table:
     return Table(name(board.condition), columns, tuple(rows))
 
 
-def comparison_table(compared: Sequence[tuple[Result, Result, Comparison]]) -> Table:
-    """First against second: macro difference and verdict, then each task's difference."""
+def comparison_table(compared: Sequence[tuple[Result, Result, Comparison]], most_tasks: int | None = None) -> Table:
+    """First against second: macro difference and verdict, then each task's difference; none of these where there are
+    more tasks than ``most_tasks``."""
     tasks = list(dict.fromkeys(task for first, second, _ in compared for task in (*first.tasks, *second.tasks)))
+    if most_tasks is not None and len(tasks) > most_tasks:
+        tasks = []
     columns = [Column(title, False) for title in ("Model and context", "First", "Second")]
     columns += [Column("Δ macro"), Column("Verdict", False), Column("p"), *(Column(f"Δ {task}") for task in tasks)]
     rows = []

@@ -441,6 +441,13 @@ def test_two_methods_are_compared_at_every_budget_they_share(output: Output) -> 
     assert "qevict at 10%" in compared.markdown()
 
 
+def test_a_terminal_shows_no_tasks_where_there_are_many(output: Output) -> None:
+    compared = compare(output.rows, "qevict", "snapkv")
+    tasks = len(output.rows["task"].unique())
+    wide, narrow = (len(tables.comparison_table(compared.pairs, most).columns) for most in (tasks, tasks - 1))
+    assert (wide, narrow) == (6 + tasks, 6)
+
+
 def test_a_budget_may_be_named_on_each_side(output: Output) -> None:
     ((first, second, comparison),) = compare(output.rows, "qevict@20%", "qevict@10%").pairs
     assert (first.configuration.budget, second.configuration.budget) == ("20%", "10%")
