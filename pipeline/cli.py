@@ -44,6 +44,11 @@ def run(
     address: Annotated[
         str | None, typer.Option("--address", help="A Ray cluster; default RAY_ADDRESS, or none.")
     ] = None,
+    gpus_per_actor: Annotated[
+        int | None,
+        typer.Option("--gpus-per-actor", min=0, help="In place of the file's: needed where nodes come later."),
+    ] = None,
+    max_actors: Annotated[int | None, typer.Option("--max-actors", min=1, help="In place of the file's.")] = None,
     retry_failed: Retry = False,
     failures_ok: Annotated[bool, typer.Option("--failures-ok", help="Exit with 0 although rows failed.")] = False,
     debug: Debug = False,
@@ -52,7 +57,7 @@ def run(
     from pipeline import commands
     from pipeline.run import RunOptions
 
-    options = RunOptions(output, data_dir, address, limit, retry_failed)
+    options = RunOptions(output, data_dir, address, limit, retry_failed, gpus_per_actor, max_actors)
     raise typer.Exit(commands.run(file, options, failures_ok))
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 from pipeline.errors import SweepProblem
 from pipeline.estimate import COLUMNS, Costs, estimate
 from pipeline.lease import Lease
+from pipeline.location import output_location
 from pipeline.outputs import save_plan
 from pipeline.plan import Grid, Plan, expand, failed_pairs, make_plan
 from pipeline.progress import ProgressReport
@@ -45,6 +46,8 @@ class RunOptions:
     address: str | None = None
     limit: int | None = None
     retry_failed: bool = False
+    gpus_per_actor: int | None = None
+    max_actors: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,21 @@ class Opened:
 
 def open_sweep(file: Path, options: RunOptions) -> Opened:
     """Check everything that can be checked without Ray and torch. Raises :class:`~pipeline.spec.SpecError`."""
-    sweep = load_sweep(file)
+    sweep = _with_cluster(load_sweep(file), options)
     data_dir = options.data_dir or (Path(sweep.data_dir) if sweep.data_dir else None)
     try:
         sources = data_sources(data_dir)
     except TaskError as error:
         raise SpecError(file, [("", str(error))]) from None
-    return Opened(file, sweep, expand(sweep, file, sources), Store(options.output or sweep.output), sources)
+    store = Store(output_location(options.output or sweep.output))
+    return Opened(file, sweep, expand(sweep, file, sources), store, sources)
+
+
+def _with_cluster(sweep: SweepFile, options: RunOptions) -> SweepFile:
+    """The sweep with what the command line says of its actors."""
+    said = {"gpus_per_actor": options.gpus_per_actor, "max_actors": options.max_actors}
+    changes = {name: value for name, value in said.items() if value is not None}
+    return sweep.model_copy(update={"cluster": sweep.cluster.model_copy(update=changes)})
 
 
 def data_sources(data_dir: Path | None, fetch: bool = True) -> DataSources:

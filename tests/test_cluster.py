@@ -52,3 +52,27 @@ def test_a_node_that_comes_later_is_used(tmp_path: Path, cluster: Any) -> None:
     cluster.add_node(num_cpus=1)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
+
+
+def test_actors_spread_over_nodes_with_gpus_and_a_node_that_is_killed_is_replaced(tmp_path: Path, cluster: Any) -> None:
+    """The sweep starts before there is any GPU to see, as on a cluster that grows by demand."""
+    settings = {
+        "address": cluster.address,
+        "gpus_per_actor": 1,
+        "max_actors": 2,
+        "ready_timeout_s": 60,
+        "max_failures": 1,
+    }
+    file = write(tmp_path, samples=150, cluster=settings)
+    process = command("run", file)
+    nodes = [cluster.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+    wait_for_a_part(tmp_path, process)
+    cluster.remove_node(nodes[0], allow_graceful=False)
+    cluster.add_node(num_cpus=1, num_gpus=1)
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    assert said.count("tiny is loaded on stub") >= 3, "on both nodes, and on the one that came later"
+    assert "a node was lost" in said
+    opened = open_sweep(file, RunOptions())
+    assert opened.store.rows().num_rows == 450
+    assert_nothing_was_run_twice(opened)
