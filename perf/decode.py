@@ -2,8 +2,8 @@
 
 Both run interleaved in one process; a step counts with all that falls due in it, routing included, and what comes
 before the first step (prefill, compression, admission) does not. On a CPU QEvict attends to a working copy of its
-codes: no ratio is reported unless, in float32, it says the same tokens without one. (In bf16 the copy's keys are rounded
-and those made of the codes at every step are not, which can turn a token.)
+codes: no ratio is reported unless, in float32, it says the same tokens without one. (In bf16 the copy's keys are
+rounded and those made of the codes at every step are not, which can turn a token.)
 
     python -m perf.decode [--method qevict] [--budget 20%] [--contexts 4096,8000] [--rows 1,4] [--new 17]
                           [--json]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvcache.budget import Budget
-from kvcache.budget import Budget
 from kvcache.layout import CacheLayout, LayerLayout
 from lorekv.method import LoreKV
 from pipeline.diagnostics_file import load_diagnostics
