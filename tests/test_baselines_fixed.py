@@ -49,8 +49,11 @@ def test_with_nothing_left_out_the_tokens_are_those_of_the_full_cache(build: typ
             assert found[length, one.key].tokens == found[length, forks[0].key].tokens, one.method
 
 
-@pytest.mark.parametrize("shape", [{}, {"num_attention_heads": 4, "num_key_value_heads": 1}], ids=["2 heads", "1 head"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(torch.bfloat16, {}), (torch.float32, {"num_attention_heads": 4, "num_key_value_heads": 1})],
+    ids=["bf16, 2 heads", "fp32, 1 head"],
+)
 def test_tokens_do_not_depend_on_what_runs_beside(dtype: torch.dtype, shape: dict[str, int]) -> None:
     """Alone, beside other cells and prompts, in another order; over several chunks of prompt and question."""
     model: LoadedModel = tiny_llama(dtype, **shape)

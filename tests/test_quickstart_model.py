@@ -103,10 +103,10 @@ def check_row(row: Row) -> None:
 
 
 def test_predicted_peak_is_right_within_15_percent() -> None:
-    one = job("niah_single_1", 2048, 4)
+    one = job("niah_single_1", 2048, 2)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
         measured = fresh.submit(measured_peak, one).result()
-    predicted = predict_peak(describe(one.model), one.engine, list(one.cells), 2048, 24, 4)
+    predicted = predict_peak(describe(one.model), one.engine, list(one.cells), 2048, 24, 2)
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
