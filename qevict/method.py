@@ -176,15 +176,18 @@ class QEvict(Method):
         return full, room.ledger_slots
 
     def peak_bytes(self, budget: ResolvedBudget, layout: CacheLayout) -> int:
-        """The budget, or the whole prompt until a late first eviction. Paper accounting may hold somewhat more."""
+        """The budget, or the whole prompt until a late first eviction. Paper accounting holds what its slots hold."""
         room, layer = self.capacities(budget, layout), layout.layers[layout.growing[0]]
         if room is None:
             return 0
         tables = sum(self.slots(room, budget.prompt_tokens)) * self._table_bytes * len(layout.growing)
         record = window_bytes(self.window, self.bits, layer, layout.element_bytes).quantized * len(layout.growing)
         held = layout.full_bytes(budget.prompt_tokens + budget.new_tokens) + room.ledger_slots * record + tables
-        if not budget.unlimited:
+        if self.accounting == "strict" and not budget.unlimited:
             held = min(budget.total_bytes, held)
+        elif not budget.unlimited:
+            window = self.window * layout.full_bytes(1)
+            held = min(held, (room.protected_slots + room.full) * window + room.ledger_slots * record + tables)
         delay = min(self.eviction_delay, budget.new_tokens)
         return max(held, layout.full_bytes(budget.prompt_tokens + delay) + tables) if delay else held
 
