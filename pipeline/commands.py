@@ -12,6 +12,7 @@ from pipeline import show
 from pipeline.efficiency_report import EfficiencyReport
 from pipeline.errors import SweepProblem
 from pipeline.estimate import estimate
+from pipeline.location import output_location
 from pipeline.outputs import Output, read_output, read_plan
 from pipeline.report import Report
 from pipeline.run import Finished, RunOptions, open_sweep, run_sweep
@@ -52,11 +53,11 @@ def plan(file: Path, options: RunOptions, all_cells: bool) -> None:
 
 
 def status(output: str) -> None:
-    print(read_output(Store(output)).report().status())
+    print(read_output(Store(output_location(output))).report().status())
 
 
 def report(output: str) -> None:
-    store = Store(output)
+    store = Store(output_location(output))
     made = read_output(store).report()
     with _files(store, made) as files:
         show.console().print(made.rich())
@@ -67,7 +68,7 @@ def compare(output: str, first: str, second: str, allow_protocols: bool) -> None
     from pipeline.compare import CompareError
     from pipeline.compare import compare as compare_rows
 
-    read = read_output(Store(output))
+    read = read_output(Store(output_location(output)))
     if read.timed:
         raise SweepProblem(f"{read.store.uri} is a timing sweep and has no scores: its report compares times")
     try:
@@ -82,7 +83,7 @@ def compare(output: str, first: str, second: str, allow_protocols: bool) -> None
 
 
 def replay(output: str, tracking_uri: str | None) -> None:
-    store = Store(output)
+    store = Store(output_location(output))
     read = read_output(store)
     made = read.report()
     if not isinstance(made, Report):

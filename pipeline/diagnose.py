@@ -20,6 +20,7 @@ from pipeline.diagnostics_output import keep_measures, write_texts
 from pipeline.diagnostics_page import alone, missed_mass, page, tier_mass
 from pipeline.diagnostics_summary import Diagnostics, tables
 from pipeline.errors import SweepProblem
+from pipeline.location import local_folder
 from pipeline.show import console
 from workers.job import ModelSpec
 
@@ -46,13 +47,14 @@ class Asked:
 def diagnostics(file: Path, asked: Asked) -> None:
     """Run what the file and the command line ask for; the output folder then has everything."""
     settings = load_diagnostics(file)
+    folder = local_folder(asked.output or settings.output)
     if isinstance(settings, LoreDiagnosticsFile):
         made = _of_lorekv(_with(settings, asked), asked)
     else:
         made = _of_qevict(_with(settings, asked), asked)
     for table in made:
         console().print(render.rich(table))
-    for path in sorted(Path(asked.output or settings.output).iterdir()):
+    for path in sorted(folder.iterdir()):
         print(path)
 
 
@@ -93,7 +95,7 @@ def run(settings: DiagnosticsFile, model: LoadedModel, texts: dict[str, str], li
             "give longer ones, or shorten prefill or continuation"
         )
     conditions = _conditions(settings)
-    output = Path(settings.output)
+    output = local_folder(settings.output)
     (output / "measures").mkdir(parents=True, exist_ok=True)
     found = Diagnostics(list(settings.conditions))
     for number, trace in enumerate(traces):

@@ -16,6 +16,7 @@ from pipeline.diagnostics_output import keep_measures, write_texts
 from pipeline.diagnostics_page import alone, page
 from pipeline.diagnostics_summary import Diagnostics
 from pipeline.errors import SweepProblem
+from pipeline.location import local_folder
 from pipeline.show import console
 from pipeline.spec import TaskEntry
 from tasks.registry import get_task
@@ -50,7 +51,7 @@ def run_lorekv(
         tuple(sorted(set(settings.futures))),
         settings.future_tokens,
     )
-    output = Path(settings.output)
+    output = local_folder(settings.output)
     (output / "measures").mkdir(parents=True, exist_ok=True)
     found = Diagnostics([*settings.conditions, ORACLE])
     for number, one in enumerate(asked):

@@ -83,6 +83,8 @@ class Opened:
 def open_sweep(file: Path, options: RunOptions) -> Opened:
     """Check everything that can be checked without Ray and torch. Raises :class:`~pipeline.spec.SpecError`."""
     sweep = _with_cluster(load_sweep(file), options)
+    if sweep.timing and sweep.cluster.max_actors not in (None, 1):
+        raise SpecError(file, [("", "isolated runs come from one actor at a time: leave out --max-actors")])
     data_dir = options.data_dir or (Path(sweep.data_dir) if sweep.data_dir else None)
     try:
         sources = data_sources(data_dir)

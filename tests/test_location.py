@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import stub_worker
+import yaml
 from test_spec import write
 
-from pipeline.location import ROOT, output_location
+from pipeline import commands
+from pipeline.errors import SweepProblem
+from pipeline.location import ROOT, local_folder, output_location
 from pipeline.run import RunOptions, open_sweep
+from pipeline.spec import SpecError
+from pipeline.store import Store
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +27,64 @@ def _no_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("root", "place"),
-    [("/app", "/app/results/x"), ("/app/", "/app/results/x"), ("s3://bucket/kv", "s3://bucket/kv/results/x")],
+    [
+        ("/app", "/app/results/x"),
+        ("/app/", "/app/results/x"),
+        ("s3://bucket/kv", "s3://bucket/kv/results/x"),
+        ("s3://bucket/", "s3://bucket/results/x"),
+        ("s3://bucket?region=x", "s3://bucket/results/x?region=x"),
+        ("file:///data", "file:///data/results/x"),
+    ],
 )
 def test_a_relative_output_is_under_the_root(root: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ROOT, root)
     assert output_location("results/x") == place
+
+
+@pytest.mark.parametrize("root", ["s3://", "file:///"])
+def test_a_root_that_is_no_place_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ROOT, root)
+    with pytest.raises(SweepProblem, match="names no bucket or folder"):
+        output_location("results/x")
+
+
+def test_what_is_written_into_folders_alone_refuses_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ROOT, str(tmp_path))
+    assert local_folder("results/x") == tmp_path / "results/x"
+    monkeypatch.setenv(ROOT, "s3://bucket")
+    with pytest.raises(SweepProblem, match="give --output FOLDER"):
+        local_folder("results/x")
+
+
+def test_reading_commands_look_where_a_sweep_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked: list[str] = []
+
+    def read(store: Store) -> NoReturn:
+        looked.append(store.uri)
+        raise SweepProblem("seen")
+
+    monkeypatch.setenv(ROOT, str(tmp_path))
+    monkeypatch.setattr(commands, "read_output", read)
+    for command in (
+        lambda: commands.status("results/x"),
+        lambda: commands.compare("results/x", "a", "b", False),
+        lambda: commands.replay("results/x", None),
+    ):
+        with pytest.raises(SweepProblem, match="seen"):
+            command()
+    assert set(looked) == {f"{tmp_path}/results/x"}
+
+
+def test_a_timing_sweep_takes_no_more_than_one_actor(tmp_path: Path) -> None:
+    file = tmp_path / "timing.yaml"
+    content = yaml.safe_load(write(tmp_path).read_text()) | {"timing": {"prompt_tokens": [64], "new_tokens": 4}}
+    for key in ("tasks", "contexts", "samples", "seeds"):
+        content.pop(key, None)
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(SpecError, match="leave out --max-actors"):
+        open_sweep(file, RunOptions(max_actors=4))
 
 
 @pytest.mark.parametrize("output", ["/data/x", "gs://bucket/x", "file:///data/x"])
