@@ -3,6 +3,8 @@
 loss of a node, pre-emption   costs nothing: the work goes back to the front of the queue
 a crash of the process        costs one of two tries; after the second, the work is split in halves
 two crashes of a lone sample  make it poison: a failed row for each cell it was missing in
+of isolated runs              a repeat that was cut short runs as a whole, since its cells are compared with each other;
+                              after two crashes each cell is tried by itself, and after two more it is poison
 an exception of a whole job   counts as a crash (a sample's own exception comes back as a failed row, and is final)
 a model that does not load    is tried twice, then its cells are left out; they run when the sweep is run again
 failures in a row             stop the sweep when there are ``max_failures`` with no success between them
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.plan import Group, Shard
 from workers.job import ModelSpec
@@ -29,11 +31,23 @@ class Work:
     attempt: int = 0
     crashes: int = 0
     alone: bool = False
-    """Whether it was sent out with a single sample."""
+    """Whether it was sent out with a single sample, or a single cell of isolated runs."""
+    whole: dict[int, set[str]] = field(default_factory=dict)
+    """What it was before anything came in."""
+
+    def __post_init__(self) -> None:
+        self.whole = {index: set(cells) for index, cells in self.missing.items()}
 
     @classmethod
     def of(cls, shard: Shard) -> Work:
         return cls(shard.group, {index: set(cells) for index, cells in shard.pending.items()})
+
+    @property
+    def single(self) -> bool:
+        """Whether nothing smaller can be tried."""
+        if self.group.timing:
+            return len(set().union(*self.whole.values())) == 1
+        return len(self.missing) == 1
 
     @property
     def pairs(self) -> int:
@@ -49,7 +63,17 @@ class Work:
             del self.missing[index]
         return True
 
-    def halves(self) -> list[Work]:
+    def restore(self) -> None:
+        """Whole repeats again, of isolated runs."""
+        if self.group.timing:
+            self.missing = {index: set(self.whole[index]) for index in self.missing}
+
+    def parts(self) -> list[Work]:
+        """Halves; of isolated runs, each cell by itself."""
+        if self.group.timing:
+            cells = sorted(set().union(*self.missing.values()))
+            by_cell = [{index: {cell} for index, own in self.missing.items() if cell in own} for cell in cells]
+            return [Work(self.group, missing, attempt=self.attempt) for missing in by_cell]
         indices = sorted(self.missing)
         middle = len(indices) // 2
         return [
@@ -123,7 +147,7 @@ class Agenda:
             if work.group.model.label == model and ready(work.group):
                 del self._waiting[position]
                 work.attempt += 1
-                alone = len(work.missing) == 1
+                alone = work.single
                 if alone and not work.alone:
                     work.crashes = 0  # they were another sample's, or not: this one is to be judged by itself
                 work.alone = alone
@@ -142,20 +166,22 @@ class Agenda:
 
     def lost(self, work: Work) -> None:
         """The node went away under this work."""
+        work.restore()
         self._waiting.appendleft(work)
 
     def crashed(self, work: Work) -> bool:
-        """The process died on a living node. True if the work is poison: one sample, and this was its last try."""
+        """The process died on a living node. True if the work is poison: nothing smaller, and this was its last try."""
         work.crashes += 1
         self.failed((work.group.key, tuple(work.missing), work.attempt))
-        if work.crashes < TRIES or (len(work.missing) == 1 and not work.alone):
+        work.restore()
+        if work.crashes < TRIES or (work.single and not work.alone):
             self._waiting.appendleft(work)
             return False
-        if len(work.missing) == 1:
+        if work.single:
             return True
-        halves = work.halves()
-        self._waiting.extendleft(reversed(halves))
-        self._open[work.group.key] += len(halves) - 1
+        parts = work.parts()
+        self._waiting.extendleft(reversed(parts))
+        self._open[work.group.key] += len(parts) - 1
         return False
 
     def load_failed(self, model: str, reason: str) -> bool:

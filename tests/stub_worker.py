@@ -140,6 +140,10 @@ def samples(
     return make
 
 
+ARRIVAL_S = 0.5
+"""What a row needs to leave a process that is about to die."""
+
+
 class StubWorker:
     """The worker's interface with made-up rows, the same for the same cell and sample."""
 
@@ -164,6 +168,7 @@ class StubWorker:
             time.sleep(60)
         for number, cell_id in enumerate(job.pending[sample.sample_id]):
             if sample.question == "die" or (sample.question == "once" and number == 1 and _first_time(sample)):
+                time.sleep(ARRIVAL_S if number else 0)
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(self.delay_s)
             cell = cells[cell_id]

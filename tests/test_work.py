@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline.plan import Group, Shard
 from pipeline.spec import TaskEntry
 from pipeline.work import Agenda, Work
-from workers.job import ModelSpec
+from workers.job import ModelSpec, TimingSpec
 
 
 def group(task: str = "vt", model: str = "tiny", context: int = 1024) -> Group:
@@ -127,3 +128,37 @@ def test_samples_are_prepared_two_contexts_ahead() -> None:
     assert [one.context for one in agenda.upcoming()] == [4096, 2048]
     agenda.finished(take(agenda))
     assert [one.context for one in agenda.upcoming()] == [2048, 1024]
+
+
+def timed(cells: tuple[str, ...] = ("full", "kills", "snap")) -> Shard:
+    isolated = replace(group("timing"), timing=TimingSpec(64, 4, 1))
+    return Shard(isolated, dict.fromkeys(range(3), cells))
+
+
+def test_a_repeat_of_isolated_runs_that_was_cut_short_runs_again_as_a_whole() -> None:
+    agenda = Agenda([timed()], 20)
+    work = take(agenda)
+    for cell in ("full", "kills", "snap"):
+        assert work.received(cell, 0)
+    assert work.received("full", 1)
+    agenda.lost(work)
+    assert take(agenda).missing == {index: {"full", "kills", "snap"} for index in (1, 2)}
+
+
+def test_an_isolated_method_that_kills_its_process_takes_no_other_along() -> None:
+    agenda, done, poison, crashes = Agenda([timed()], 20), set(), set(), 0
+    while agenda.waiting:
+        work = take(agenda)
+        pairs = {(cell, index) for index, cells in work.missing.items() for cell in cells}
+        if any(cell == "kills" for cell, _ in pairs):
+            crashes += 1
+            if agenda.crashed(work):
+                poison |= pairs
+                agenda.finished(work)
+        else:
+            done |= pairs
+            agenda.finished(work)
+    assert poison == {("kills", index) for index in range(3)}
+    assert done == {(cell, index) for cell in ("full", "snap") for index in range(3)}
+    assert (crashes, agenda.tripped) == (4, False)
+    assert not agenda.is_open(work.group)
