@@ -31,6 +31,10 @@ OutputArgument = Annotated[str, typer.Argument(help="A sweep's output: a folder 
 OutputOption = Annotated[str | None, typer.Option("--output", help="A folder or URI in place of the file's output.")]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="The first N samples of each cell; same cells.")]
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder with the tasks' files.")]
+OtherModel = Annotated[
+    str | None, typer.Option("--model", help="In place of the file's: a Hub id, a folder, a .gguf or wheel:NAME.")
+]
+OtherContext = Annotated[int | None, typer.Option("--context", min=1, help="One length in place of the file's.")]
 Retry = Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
@@ -49,6 +53,8 @@ def run(
         typer.Option("--gpus-per-actor", min=0, help="In place of the file's: needed where nodes come later."),
     ] = None,
     max_actors: Annotated[int | None, typer.Option("--max-actors", min=1, help="In place of the file's.")] = None,
+    model: OtherModel = None,
+    context: OtherContext = None,
     retry_failed: Retry = False,
     failures_ok: Annotated[bool, typer.Option("--failures-ok", help="Exit with 0 although rows failed.")] = False,
     debug: Debug = False,
@@ -57,7 +63,7 @@ def run(
     from pipeline import commands
     from pipeline.run import RunOptions
 
-    options = RunOptions(output, data_dir, address, limit, retry_failed, gpus_per_actor, max_actors)
+    options = RunOptions(output, data_dir, address, limit, retry_failed, gpus_per_actor, max_actors, model, context)
     raise typer.Exit(commands.run(file, options, failures_ok))
 
 
@@ -67,6 +73,8 @@ def plan(
     output: OutputOption = None,
     limit: Limit = None,
     data_dir: DataDir = None,
+    model: OtherModel = None,
+    context: OtherContext = None,
     retry_failed: Retry = False,
     cells: Annotated[bool, typer.Option("--cells", help="List every cell.")] = False,
     debug: Debug = False,
@@ -75,7 +83,8 @@ def plan(
     from pipeline import commands
     from pipeline.run import RunOptions
 
-    commands.plan(file, RunOptions(output, data_dir, None, limit, retry_failed), cells)
+    options = RunOptions(output, data_dir, None, limit, retry_failed, model=model, context=context)
+    commands.plan(file, options, cells)
 
 
 @app.command()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -26,6 +27,7 @@ from tasks.task import TaskError
 from workers import samples
 from workers.actor import Worker
 from workers.description import cache_folder
+from workers.job import ModelSpec
 from workers.memory import predict_peak
 from workers.samples import SampleRequest
 
@@ -48,6 +50,8 @@ class RunOptions:
     retry_failed: bool = False
     gpus_per_actor: int | None = None
     max_actors: int | None = None
+    model: str | None = None
+    context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Opened:
 
 def open_sweep(file: Path, options: RunOptions) -> Opened:
     """Check everything that can be checked without Ray and torch. Raises :class:`~pipeline.spec.SpecError`."""
-    sweep = _with_cluster(load_sweep(file), options)
+    sweep = _as_asked(load_sweep(file), options)
     if sweep.timing and sweep.cluster.max_actors not in (None, 1):
         raise SpecError(file, [("", "isolated runs come from one actor at a time: leave out --max-actors")])
     data_dir = options.data_dir or (Path(sweep.data_dir) if sweep.data_dir else None)
@@ -94,11 +98,21 @@ def open_sweep(file: Path, options: RunOptions) -> Opened:
     return Opened(file, sweep, expand(sweep, file, sources), store, sources)
 
 
-def _with_cluster(sweep: SweepFile, options: RunOptions) -> SweepFile:
-    """The sweep with what the command line says of its actors."""
+def _as_asked(sweep: SweepFile, options: RunOptions) -> SweepFile:
+    """The sweep with what the command line says of its actors, its model, and its contexts."""
     said = {"gpus_per_actor": options.gpus_per_actor, "max_actors": options.max_actors}
-    changes = {name: value for name, value in said.items() if value is not None}
-    return sweep.model_copy(update={"cluster": sweep.cluster.model_copy(update=changes)})
+    of_actors = {name: value for name, value in said.items() if value is not None}
+    changes: dict[str, Any] = {"cluster": sweep.cluster.model_copy(update=of_actors)}
+    if options.model:
+        name = Path(options.model.removeprefix("wheel:")).name
+        changes["models"] = [ModelSpec(name, options.model, dtype=sweep.models[0].dtype)]
+    if options.context and sweep.timing:
+        changes["timing"] = sweep.timing.model_copy(update={"prompt_tokens": [options.context]})
+    elif options.context:
+        changes["contexts"] = [options.context] if sweep.contexts else []
+        tasks = [task.model_copy(update={"contexts": task.contexts and [options.context]}) for task in sweep.tasks]
+        changes["tasks"] = tasks
+    return sweep.model_copy(update=changes)
 
 
 def data_sources(data_dir: Path | None, fetch: bool = True) -> DataSources:

@@ -77,6 +77,16 @@ def test_reading_commands_look_where_a_sweep_writes(
     assert set(looked) == {f"{tmp_path}/results/x"}
 
 
+def test_another_model_and_length_make_other_cells(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    plain = open_sweep(file, RunOptions())
+    asked = open_sweep(file, RunOptions(model="wheel:other", context=512))
+    (model,) = asked.sweep.models
+    assert (model.label, model.source, model.dtype) == ("other", "wheel:other", plain.sweep.models[0].dtype)
+    assert {group.context for group in asked.grid.groups} == {512}
+    assert not {cell.cell_id for cell in asked.grid.cells} & {cell.cell_id for cell in plain.grid.cells}
+
+
 def test_a_timing_sweep_takes_no_more_than_one_actor(tmp_path: Path) -> None:
     file = tmp_path / "timing.yaml"
     content = yaml.safe_load(write(tmp_path).read_text()) | {"timing": {"prompt_tokens": [64], "new_tokens": 4}}
