@@ -76,7 +76,7 @@ class _BoundedLayer(LayerStore):
     def write(self, row: int, compressed: Compressed, layer: int) -> None:
         assert isinstance(compressed, BoundedCompressed)
         content, kept, budget = compressed.prefill.layers[layer], compressed.kept[layer], compressed.budget
-        self.pages.write(row, content.keys, content.values, kept)
+        self.pages.lay(row, content.keys, content.values, kept)
         if self.sums:
             assert content.column_sums is not None
             received = content.column_sums.unflatten(0, (self.heads, -1)).mean(1)
@@ -125,7 +125,7 @@ class _BoundedLayer(LayerStore):
         pages, arena = self.pages, self.pages.arena
         if width := self.queries.shape[2]:
             self.queries[rows, :, (self.tokens[rows] - 1) % width] = queries
-        owners, owner = pages.owners(rows), arena["owner"]
+        owners, owner = pages.by_head(rows), arena["owner"]
         grouped = self.queries_by_row(rows, queries).flatten(0, 1)
         filled = pages.filled()
         partials = attend_pages(grouped[owner], arena["keys"], arena["values"], filled, scale, PAGE if self.sums else 1)
@@ -152,7 +152,7 @@ class _BoundedLayer(LayerStore):
         ]
         self.pages.free(row)
         keys, values = (pad_sequence(held[name], batch_first=True) for name in ("keys", "values"))
-        self.pages.write(row, keys, values, kept)
+        self.pages.lay(row, keys, values, kept)
         if self.sums:
             self._write_sums(row, [own[head] for own, head in zip(held["received"], kept, strict=True)])
 
@@ -194,7 +194,7 @@ class _BoundedLayer(LayerStore):
 
     def _pages_of(self, row: int) -> tuple[Tensor, Tensor]:
         """A row's pages, head by head in the order of their tokens, and the heads' lengths [H_kv]."""
-        owners = self.pages.owners(self.tokens.new_tensor([row]))
+        owners = self.pages.by_head(self.tokens.new_tensor([row]))
         order = self.pages.order
         return order[torch.isin(self.pages.arena["owner"][order], owners)], self.pages.lengths[owners]
 

@@ -47,13 +47,13 @@ class PromptEvictor(Method):
         return f"{self.name} must keep {needed} protected tokens, and {left}"
 
     def examine(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[Any]:
-        """The ``scores`` of each prompt; methods that run the model again score prompts together."""
+        """The ``scores`` of each prompt, unless a method needs to find more."""
         return [self.scores(prefill, seed) for prefill, seed in zip(prefills, seeds, strict=True)]
 
     def utilities(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[list[Tensor]]:
-        """The ``scores`` of each prompt, for those who rank with them; a method whose ``examine`` finds more than
-        scores takes them out of it."""
-        return self.examine(prefills, seeds)
+        """The ``scores`` of each prompt, for those who rank with them; methods that run the model again score prompts
+        together."""
+        return [self.scores(prefill, seed) for prefill, seed in zip(prefills, seeds, strict=True)]
 
     def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
         from kvcache.ragged import RaggedCompressed
@@ -89,3 +89,19 @@ class PromptEvictor(Method):
         from kvcache.ragged import RaggedPool
 
         return RaggedPool(shape)
+
+
+@dataclass(frozen=True)
+class EndsEvictor(PromptEvictor):
+    """Keeps ``sinks`` first and ``recent`` last tokens beside its choice; by default it protects nothing."""
+
+    sinks: int = 0
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.recent < 0:
+            raise ValueError(f"sinks and recent must be at least 0, not sinks={self.sinks}, recent={self.recent}")
+
+    @property
+    def protected_ends(self) -> tuple[int, int]:
+        return self.sinks, self.recent

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvcache.kernels.paged_attention import attend_pages, merge_pages
+from kvcache.layered import LayeredPool, LayerStore
 from kvcache.layout import LayerLayout
 from kvcache.pages import PageArena
-from kvcache.pool import Compressed, FamilyPool, MemoryBreakdown, PoolShape
+from kvcache.pool import Compressed, MemoryBreakdown, PoolShape
 
 PAGE = 64
 
@@ -30,54 +31,26 @@ class RaggedCompressed(Compressed):
     kept: list[list[Tensor]]
 
 
-class RaggedPool(FamilyPool):
+class RaggedPool(LayeredPool):
     """Pages of full-precision tokens."""
 
     def __init__(self, shape: PoolShape) -> None:
-        super().__init__(shape)
         self._layers = [LayerPages(layer, shape) for layer in shape.layers]
+        super().__init__(shape, self._layers)
 
     def expect(self, coming: Sequence[Compressed]) -> None:
         for index, pages in enumerate(self._layers):
             heads = [head for one in coming if isinstance(one, RaggedCompressed) for head in one.kept[index]]
             pages.arena.reserve(sum(-(-len(head) // PAGE) for head in heads))
 
-    def _store(self, row: int, compressed: Compressed) -> None:
-        assert isinstance(compressed, RaggedCompressed)
-        for pages, layer, kept in zip(self._layers, compressed.prefill.layers, compressed.kept, strict=True):
-            pages.write(row, layer.keys, layer.values, kept)
 
-    def _free(self, row: int) -> None:
-        for pages in self._layers:
-            pages.free(row)
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
-    ) -> Tensor:
-        pages = self._layers[layer]
-        output = values.new_zeros(*queries.shape[:3], values.shape[-1])
-        for token in range(queries.shape[2]):
-            real = counts > token
-            pages.append(self.rows[real], keys[real, :, token], values[real, :, token])
-            output[real, :, token] = pages.attend(self.rows[real], queries[real, :, token], scale)
-        return output
-
-    def memory(self, row: int) -> MemoryBreakdown:
-        """Tokens held; the unfilled rest of their pages is slack."""
-        used, allocated = map(sum, zip(*(pages.row_bytes(row) for pages in self._layers), strict=True))
-        return MemoryBreakdown(full_precision=used, slack=allocated - used)
-
-    def allocated_bytes(self) -> int:
-        return sum(pages.arena.nbytes for pages in self._layers)
-
-
-class LayerPages:
+class LayerPages(LayerStore):
     """The pages of one layer. ``more``: further tensors that every page has."""
 
     def __init__(
         self, layout: LayerLayout, shape: PoolShape, more: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
     ) -> None:
-        self.heads, self.group = layout.kv_heads, layout.group
+        super().__init__(layout, shape)
         self.arena = PageArena(
             0,
             shape.device,
@@ -94,13 +67,14 @@ class LayerPages:
         self.lengths = torch.zeros(owners, dtype=torch.int64, device=shape.device)
         self.order = torch.zeros(0, dtype=torch.int64, device=shape.device)
 
-    def owners(self, rows: Tensor) -> Tensor:
-        """[r] -> [r * H_kv]"""
-        return (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).flatten()
+    def write(self, row: int, compressed: Compressed, layer: int) -> None:
+        assert isinstance(compressed, RaggedCompressed)
+        content = compressed.prefill.layers[layer]
+        self.lay(row, content.keys, content.values, compressed.kept[layer])
 
-    def write(self, row: int, keys: Tensor, values: Tensor, kept: list[Tensor]) -> None:
+    def lay(self, row: int, keys: Tensor, values: Tensor, kept: list[Tensor]) -> None:
         """Copy the kept tokens of a prompt into pages of their own. keys [H_kv, n, d]"""
-        owners = self.owners(self.tail.new_tensor([row]))
+        owners = self.by_head(self.tail.new_tensor([row]))
         lengths = self.tail.new_tensor([len(positions) for positions in kept])
         counts = -(-lengths // PAGE)
         most = int(counts.max())
@@ -118,7 +92,7 @@ class LayerPages:
 
     def append(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """One token per row. keys [r, H_kv, d]"""
-        owners = self.owners(rows)
+        owners = self.by_head(rows)
         offset = self.lengths[owners] % PAGE
         full = owners[offset == 0]
         if len(full):
@@ -130,9 +104,8 @@ class LayerPages:
 
     def attend(self, rows: Tensor, queries: Tensor, scale: float) -> Tensor:
         """queries [r, H_q, d] -> [r, H_q, d_v]"""
-        owners, owner = self.owners(rows), self.arena["owner"]
-        grouped = queries.new_zeros(len(self.lengths), self.group, queries.shape[-1])
-        grouped[owners] = queries.unflatten(1, (self.heads, self.group)).flatten(0, 1)
+        owners, owner = self.by_head(rows), self.arena["owner"]
+        grouped = self.queries_by_row(rows, queries).flatten(0, 1)
         partials = attend_pages(grouped[owner], self.arena["keys"], self.arena["values"], self.filled(), scale)
         merged = merge_pages(partials, owner, self.order, len(self.lengths))
         output = merged.output[owners].to(queries.dtype)
@@ -144,14 +117,23 @@ class LayerPages:
         return torch.arange(PAGE, device=tokens.device) < tokens[:, None]
 
     def free(self, row: int) -> None:
-        owners = self.owners(self.tail.new_tensor([row]))
+        owners = self.by_head(self.tail.new_tensor([row]))
         self.arena.give_back(self._pages_of(owners))
         self.lengths[owners] = 0
         self._reorder()
 
+    def memory(self, row: int) -> MemoryBreakdown:
+        """Tokens held; the unfilled rest of their pages is slack."""
+        used, allocated = self.row_bytes(row)
+        return MemoryBreakdown(full_precision=used, slack=allocated - used)
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena.nbytes
+
     def row_bytes(self, row: int) -> tuple[int, int]:
         """Bytes of the row's tokens, and of the pages it owns."""
-        owners = self.owners(self.tail.new_tensor([row]))
+        owners = self.by_head(self.tail.new_tensor([row]))
         token = sum(self.arena[name].shape[-1] * self.arena[name].itemsize for name in ("keys", "values"))
         return int(self.lengths[owners].sum()) * token, len(self._pages_of(owners)) * PAGE * token
 

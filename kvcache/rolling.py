@@ -12,14 +12,15 @@ e positions more, and every distance is the one inside the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvcache.kernels.paged_attention import attend_pages, join_partials, merge_pages
+from kvcache.layered import LayeredPool
 from kvcache.layout import LayerLayout
-from kvcache.pool import Compressed, FamilyPool, MemoryBreakdown, PoolShape
+from kvcache.pool import Compressed, MemoryBreakdown, PoolShape
 from kvcache.ragged import PAGE, LayerPages
 from kvcache.rotary import rotate
 
@@ -31,34 +32,18 @@ class RollingCompressed(Compressed):
     capacity: int
 
 
-class RollingPool(FamilyPool):
+class RollingPool(LayeredPool):
     """The ``sinks`` first tokens, at least one, and a ring of recent ones."""
 
     def __init__(self, shape: PoolShape, sinks: int) -> None:
-        super().__init__(shape)
         self.sinks = sinks
         self._layers = [_RollingPages(layer, shape, sinks) for layer in shape.layers]
+        super().__init__(shape, self._layers)
 
     def expect(self, coming: Sequence[Compressed]) -> None:
-        held = [self._recent(one) for one in coming if isinstance(one, RollingCompressed)]
+        held = [_recent(one, self.sinks) for one in coming if isinstance(one, RollingCompressed)]
         for pages in self._layers:
             pages.arena.reserve(sum(-(-count // PAGE) for count in held) * pages.heads)
-
-    def _store(self, row: int, compressed: Compressed) -> None:
-        assert isinstance(compressed, RollingCompressed)
-        tokens, recent = compressed.prefill.tokens, self._recent(compressed)
-        kept = torch.arange(tokens - recent, tokens, device=self.shape.device)
-        for pages, layer in zip(self._layers, compressed.prefill.layers, strict=True):
-            pages.write_sinks(row, layer.keys, layer.values)
-            pages.write(row, layer.keys, layer.values, [kept] * pages.heads)
-            pages.begin_ring(row, compressed.capacity - self.sinks)
-
-    def _recent(self, compressed: RollingCompressed) -> int:
-        return min(compressed.capacity, compressed.prefill.tokens) - self.sinks
-
-    def _free(self, row: int) -> None:
-        for pages in self._layers:
-            pages.free(row)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
@@ -75,14 +60,10 @@ class RollingPool(FamilyPool):
             output[real, :, token] = pages.attend_all(rows, queries[real, :, token], moved, scale)
         return output
 
-    def memory(self, row: int) -> MemoryBreakdown:
-        """Tokens held; the unfilled rest of their pages is slack."""
-        used, allocated = map(sum, zip(*(pages.row_bytes(row) for pages in self._layers), strict=True))
-        sinks = sum(pages.sink_bytes for pages in self._layers)
-        return MemoryBreakdown(full_precision=used + sinks, slack=allocated - used)
 
-    def allocated_bytes(self) -> int:
-        return sum(pages.arena.nbytes + pages.sink_bytes * self.shape.rows for pages in self._layers)
+def _recent(compressed: RollingCompressed, sinks: int) -> int:
+    """Tokens of the prompt that stay beside the sinks."""
+    return min(compressed.capacity, compressed.prefill.tokens) - sinks
 
 
 class _RollingPages(LayerPages):
@@ -101,15 +82,22 @@ class _RollingPages(LayerPages):
         """Of one row."""
         return self.sink_keys[: self.heads].nbytes + self.sink_values[: self.heads].nbytes
 
-    def write_sinks(self, row: int, keys: Tensor, values: Tensor) -> None:
-        owners = self.owners(self.tail.new_tensor([row]))
-        count = self.sink_keys.shape[1]
-        self.sink_keys[owners], self.sink_values[owners] = keys[:, :count], values[:, :count]
+    def write(self, row: int, compressed: Compressed, layer: int) -> None:
+        assert isinstance(compressed, RollingCompressed)
+        content, tokens = compressed.prefill.layers[layer], compressed.prefill.tokens
+        owners, sinks = self.by_head(self.tail.new_tensor([row])), self.sink_keys.shape[1]
+        self.sink_keys[owners], self.sink_values[owners] = content.keys[:, :sinks], content.values[:, :sinks]
+        kept = torch.arange(tokens - _recent(compressed, sinks), tokens, device=owners.device)
+        self.lay(row, content.keys, content.values, [kept] * self.heads)
+        self.ring[owners], self.written[owners] = compressed.capacity - sinks, self.lengths[owners]
 
-    def begin_ring(self, row: int, slots: int) -> None:
-        """The row's recent tokens have been written; it may have ``slots`` of them."""
-        owners = self.owners(self.tail.new_tensor([row]))
-        self.ring[owners], self.written[owners] = slots, self.lengths[owners]
+    def memory(self, row: int) -> MemoryBreakdown:
+        recent = super().memory(row)
+        return replace(recent, full_precision=recent.full_precision + self.sink_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena.nbytes + self.sink_keys.nbytes + self.sink_values.nbytes
 
     def held(self, rows: Tensor) -> Tensor:
         """Tokens of each row, per KV head. [r]"""
@@ -119,12 +107,12 @@ class _RollingPages(LayerPages):
         """One token per row, in a slot of its own or in that of the oldest. keys [r, H_kv, d]"""
         full = (self.lengths == self.ring)[rows * self.heads]
         super().append(rows[~full], keys[~full], values[~full])
-        owners = self.owners(rows[full])
+        owners = self.by_head(rows[full])
         slots = self.written[owners] % self.ring[owners]
         pages = self._page_at(owners, slots // PAGE)
         self.arena["keys"][pages, slots % PAGE] = keys[full].flatten(0, 1)
         self.arena["values"][pages, slots % PAGE] = values[full].flatten(0, 1)
-        self.written[self.owners(rows)] += 1
+        self.written[self.by_head(rows)] += 1
 
     def _page_at(self, owners: Tensor, ordinals: Tensor) -> Tensor:
         """Pages in ``order`` lie owner by owner."""
@@ -142,9 +130,8 @@ class _RollingPages(LayerPages):
 
     def attend_all(self, rows: Tensor, queries: Tensor, sink_keys: Tensor, scale: float) -> Tensor:
         """Over sinks and recent tokens. queries [r, H_q, d] -> [r, H_q, d_v]"""
-        owners, owner = self.owners(rows), self.arena["owner"]
-        grouped = queries.new_zeros(len(self.lengths), self.group, queries.shape[-1])
-        grouped[owners] = queries.unflatten(1, (self.heads, self.group)).flatten(0, 1)
+        owners, owner = self.by_head(rows), self.arena["owner"]
+        grouped = self.queries_by_row(rows, queries).flatten(0, 1)
         recent = attend_pages(grouped[owner], self.arena["keys"], self.arena["values"], self.filled(), scale)
         everywhere = torch.ones(sink_keys.shape[:2], dtype=torch.bool, device=owners.device)
         first = attend_pages(grouped, sink_keys, self.sink_values, everywhere, scale)

@@ -9,7 +9,6 @@ of particles or on the number of steps: fewer are a prefix of more.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcache.prefill import BLOCKS, PARTICLES, Continuation, Prefill
+from kvcache.streams import stream
 
 
 @dataclass
@@ -158,9 +158,7 @@ def join_futures(parts: Sequence[Futures], particles: int) -> Futures:
 
 def _draws(seed: str, particle: int, tokens: int) -> Tensor:
     """[T] uniform fp64, a stream of each (seed, particle)."""
-    digest = hashlib.sha256(f"{seed}/{particle}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.rand(tokens, generator=generator, dtype=torch.float64)
+    return torch.rand(tokens, generator=stream(f"{seed}/{particle}"), dtype=torch.float64)
 
 
 def _inverse_cdf(logits: Tensor, draws: Tensor, temperature: float) -> Tensor:

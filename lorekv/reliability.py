@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import floor
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from torch.nn.functional import cosine_similarity
 
 from lorekv.lookahead import Futures
 
-Typicality = Literal["gap", "normalized", "centred"]
+if TYPE_CHECKING:
+    from lorekv.method import Typicality
+
 LEAST_ERROR = 1e-6
 """Added to a gap's standard error: a future whose every step was certain has none."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args
 
 from kvcache.baselines.kvquant import KVQuant
 from kvcache.calibration import CalibrationFacts
@@ -14,7 +14,7 @@ from pipeline.spec import nearest
 from tasks.catalogue import DATA_SETS
 from tasks.sources import fingerprint
 from workers.description import ModelDescription, ModelError, calibrations_folder, describe
-from workers.job import ModelSpec
+from workers.job import Dtype, ModelSpec
 
 if TYPE_CHECKING:
     from workers.models import LoadedModel
@@ -96,11 +96,10 @@ def _method(asked: Asked) -> KVQuant:
 
 
 def _spec(asked: Asked) -> ModelSpec:
-    known = get_args(get_type_hints(ModelSpec)["dtype"])
+    known = get_args(Dtype)
     if asked.dtype not in known:
         raise SweepProblem(f"--dtype: {asked.dtype!r} is no type of weights; {nearest(asked.dtype, known)}")
-    label = Path(asked.source.removeprefix("wheel:")).name
-    return ModelSpec(label, asked.source, asked.dtype, revision=asked.revision)  # type: ignore[arg-type]
+    return ModelSpec.named_by_source(asked.source, asked.dtype, asked.revision)  # type: ignore[arg-type]
 
 
 def _text(path: Path) -> str:

@@ -46,15 +46,16 @@ class Asked:
 
 def diagnostics(file: Path, asked: Asked) -> None:
     """Run what the file and the command line ask for; the output folder then has everything."""
-    settings = load_diagnostics(file)
-    folder = local_folder(asked.output or settings.output)
+    settings: DiagnosticsFile | LoreDiagnosticsFile = load_diagnostics(file)
     if isinstance(settings, LoreDiagnosticsFile):
-        made = _of_lorekv(_with(settings, asked), asked)
+        settings = _with(settings, asked)
+        made = _of_lorekv(settings, asked)
     else:
-        made = _of_qevict(_with(settings, asked), asked)
+        settings = _with(settings, asked)
+        made = _of_qevict(settings, asked)
     for table in made:
         console().print(render.rich(table))
-    for path in sorted(folder.iterdir()):
+    for path in sorted(Path(settings.output).iterdir()):
         print(path)
 
 
@@ -95,7 +96,7 @@ def run(settings: DiagnosticsFile, model: LoadedModel, texts: dict[str, str], li
             "give longer ones, or shorten prefill or continuation"
         )
     conditions = _conditions(settings)
-    output = local_folder(settings.output)
+    output = Path(settings.output)
     (output / "measures").mkdir(parents=True, exist_ok=True)
     found = Diagnostics(list(settings.conditions))
     for number, trace in enumerate(traces):
@@ -114,9 +115,8 @@ def run(settings: DiagnosticsFile, model: LoadedModel, texts: dict[str, str], li
 def _with(settings: File, asked: Asked) -> File:
     changes: dict[str, Any] = {}
     if asked.model is not None:
-        changes["model"] = ModelSpec(Path(asked.model.removeprefix("wheel:")).name, asked.model, settings.model.dtype)
-    if asked.output is not None:
-        changes["output"] = asked.output
+        changes["model"] = ModelSpec.named_by_source(asked.model, settings.model.dtype)
+    changes["output"] = str(local_folder(asked.output or settings.output))
     chosen = settings if asked.conditions is None else settings.chosen(asked.conditions)
     return chosen.model_copy(update=changes)
 

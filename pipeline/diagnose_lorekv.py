@@ -16,7 +16,6 @@ from pipeline.diagnostics_output import keep_measures, write_texts
 from pipeline.diagnostics_page import alone, page
 from pipeline.diagnostics_summary import Diagnostics
 from pipeline.errors import SweepProblem
-from pipeline.location import local_folder
 from pipeline.show import console
 from pipeline.spec import TaskEntry
 from tasks.registry import get_task
@@ -51,7 +50,7 @@ def run_lorekv(
         tuple(sorted(set(settings.futures))),
         settings.future_tokens,
     )
-    output = local_folder(settings.output)
+    output = Path(settings.output)
     (output / "measures").mkdir(parents=True, exist_ok=True)
     found = Diagnostics([*settings.conditions, ORACLE])
     for number, one in enumerate(asked):

@@ -23,9 +23,18 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from kvcache.budget import Base, Budget
 from kvcache.evict import PromptEvictor
 from lorekv.method import LoreKV
-from pipeline.spec import Count, MethodEntry, Section, Seed, SpecError, TaskEntry, load_file, nearest
+from pipeline.spec import (
+    Count,
+    MethodEntry,
+    Section,
+    Seed,
+    SpecError,
+    TaskEntry,
+    load_file,
+    nearest,
+    require_contexts,
+)
 from qevict.method import QEvict
-from tasks.registry import get_task
 from workers.job import ModelSpec
 from workers.lorekv_labels import ORACLE, REFERENCE
 
@@ -178,11 +187,7 @@ class LoreDiagnosticsFile(Section):
 
     @model_validator(mode="after")
     def _every_task_has_contexts(self) -> LoreDiagnosticsFile:
-        for entry in self.tasks:
-            if get_task(entry.name, entry.settings).contextual and not (entry.contexts or self.contexts):
-                raise PydanticCustomError(
-                    "contexts", "{task} needs context lengths: list some", {"task": entry.name, "field": "contexts"}
-                )
+        require_contexts(self.tasks, self.contexts)
         return self
 
     def chosen(self, labels: str) -> LoreDiagnosticsFile:

@@ -104,8 +104,7 @@ def _as_asked(sweep: SweepFile, options: RunOptions) -> SweepFile:
     of_actors = {name: value for name, value in said.items() if value is not None}
     changes: dict[str, Any] = {"cluster": sweep.cluster.model_copy(update=of_actors)}
     if options.model:
-        name = Path(options.model.removeprefix("wheel:")).name
-        changes["models"] = [ModelSpec(name, options.model, dtype=sweep.models[0].dtype)]
+        changes["models"] = [ModelSpec.named_by_source(options.model, sweep.models[0].dtype)]
     if options.context and sweep.timing:
         changes["timing"] = sweep.timing.model_copy(update={"prompt_tokens": [options.context]})
     elif options.context:

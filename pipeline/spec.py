@@ -278,12 +278,17 @@ class SweepFile(Section):
 
     @model_validator(mode="after")
     def _every_task_has_contexts(self) -> SweepFile:
-        for entry in self.tasks:
-            if get_task(entry.name, entry.settings).contextual and not (entry.contexts or self.contexts):
-                raise PydanticCustomError(
-                    "contexts", "{task} needs context lengths: list some", {"task": entry.name, "field": "contexts"}
-                )
+        require_contexts(self.tasks, self.contexts)
         return self
+
+
+def require_contexts(tasks: Iterable[TaskEntry], contexts: list[int]) -> None:
+    """Raises a validation error for a task that needs lengths where neither it nor the file has any."""
+    for entry in tasks:
+        if get_task(entry.name, entry.settings).contextual and not (entry.contexts or contexts):
+            raise PydanticCustomError(
+                "contexts", "{task} needs context lengths: list some", {"task": entry.name, "field": "contexts"}
+            )
 
 
 def _without_meaning(sweep: SweepFile) -> Iterator[str]:

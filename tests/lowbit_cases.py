@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,42 @@ def one_by_one(pool: FamilyPool, tokens: Tokens, start: int, end: int, row: int 
     """[L, H_q, end - start, d]"""
     steps = [feed(pool, {row: (tokens, token, token + 1)})[row] for token in range(start, end)]
     return torch.cat(steps, 2)
+
+
+def broken(count: int) -> Tokens:
+    """What leaves NaN behind in the pages that it held."""
+    tokens = Tokens.random(count)
+    tokens.keys.fill_(torch.nan)
+    tokens.values.fill_(torch.inf)
+    return tokens
+
+
+def assert_rows_do_not_see_each_other(
+    put: Callable[[Tokens, int, int, FamilyPool | None], FamilyPool],
+    streams: dict[int, Tokens],
+    lengths: dict[int, int],
+    left: tuple[Tokens, int],
+    steps: int,
+    empty: int = 0,
+) -> None:
+    """Rows of different lengths, some idle in a step, in a pool that another row has left; ``empty``: its bytes without
+    any. ``put`` admits the first tokens of a stream to a row of a pool, or of a new one."""
+    pool = put(*left, 2, None)
+    pool.release(2)
+    for row, length in lengths.items():
+        put(streams[row], length, row, pool)
+    alone = {row: put(streams[row], length, row, None) for row, length in lengths.items()}
+    for step in range(1, steps):
+        moving = {row: (streams[row], length, length + 1) for row, length in lengths.items() if step % (row + 1) == 0}
+        found = feed(pool, moving)
+        for row, one in moving.items():
+            assert torch.equal(found[row], feed(alone[row], {row: one})[row])
+            lengths[row] += 1
+    for row in range(4):
+        assert pool.memory(row) == alone[row].memory(row)
+        assert pool.facts(row) == alone[row].facts(row)
+        pool.release(row)
+    assert pool.allocated_bytes() == empty
 
 
 def dense(tokens: Tokens, keys: Tensor, values: Tensor, position: int) -> Tensor:

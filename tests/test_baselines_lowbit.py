@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowbit_cases import DIM, KV_HEADS, LAYERS, LAYOUT, QUERY_HEADS, SCALE, Tokens, admit, dense, feed, one_by_one
+from lowbit_cases import (
+    DIM,
+    KV_HEADS,
+    LAYERS,
+    LAYOUT,
+    QUERY_HEADS,
+    SCALE,
+    Tokens,
+    admit,
+    assert_rows_do_not_see_each_other,
+    broken,
+    dense,
+    feed,
+    one_by_one,
+)
 from torch import Tensor
 
 from kvcache.baselines.kivi import KIVI
@@ -119,27 +135,9 @@ def test_decoding_leaves_the_cache_that_a_longer_prompt_leaves(grown: int) -> No
 
 
 def test_rows_do_not_see_each_other() -> None:
-    """Rows of different lengths, some idle in a step, one that left NaN behind."""
     streams = {row: Tokens.random(60, seed=10 * row) for row in range(4)}
     lengths = {0: 5, 1: 8, 2: 31, 3: 16}
-    broken = Tokens.random(40)
-    broken.keys.fill_(torch.nan)
-    broken.values.fill_(torch.inf)
-    pool = admit(SMALL, broken, 40, row=2)
-    pool.release(2)
-    for row, length in lengths.items():
-        admit(SMALL, streams[row], length, row, pool)
-    alone = {row: admit(SMALL, streams[row], length, row) for row, length in lengths.items()}
-    for step in range(1, 10):
-        moving = {row: (streams[row], length, length + 1) for row, length in lengths.items() if step % (row + 1) == 0}
-        found = feed(pool, moving)
-        for row, one in moving.items():
-            assert torch.equal(found[row], feed(alone[row], {row: one})[row])
-            lengths[row] += 1
-    for row in range(4):
-        assert pool.memory(row) == alone[row].memory(row)
-        pool.release(row)
-    assert pool.allocated_bytes() == 0
+    assert_rows_do_not_see_each_other(partial(admit, SMALL), streams, lengths, (broken(40), 40), 10)
 
 
 def test_more_bits_and_a_longer_residual_err_less() -> None:
@@ -314,22 +312,9 @@ def test_a_zipcache_chunk_equals_single_tokens(prompt: int) -> None:
 
 
 def test_zipcache_rows_do_not_see_each_other() -> None:
-    streams, lengths = {row: Tokens.random(90, seed=10 * row) for row in range(4)}, {0: 5, 1: 40, 2: 64, 3: 33}
-    pool = admit(ZIP, streams[3], 70, 2)
-    pool.release(2)
-    for row, length in lengths.items():
-        admit(ZIP, streams[row], length, row, pool)
-    alone = {row: admit(ZIP, streams[row], length, row) for row, length in lengths.items()}
-    for step in range(1, 25):
-        moving = {row: (streams[row], length, length + 1) for row, length in lengths.items() if step % (row + 1) == 0}
-        found = feed(pool, moving)
-        for row, one in moving.items():
-            assert torch.equal(found[row], feed(alone[row], {row: one})[row])
-            lengths[row] += 1
-    for row in range(4):
-        assert pool.memory(row) == alone[row].memory(row)
-        pool.release(row)
-    assert pool.allocated_bytes() == 0
+    streams = {row: Tokens.random(90, seed=10 * row) for row in range(4)}
+    lengths = {0: 5, 1: 40, 2: 64, 3: 33}
+    assert_rows_do_not_see_each_other(partial(admit, ZIP), streams, lengths, (streams[3], 70), 25)
 
 
 def test_more_salient_tokens_err_less() -> None:

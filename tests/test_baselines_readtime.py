@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,8 @@ from lowbit_cases import (
     SCALE,
     Tokens,
     admit,
+    assert_rows_do_not_see_each_other,
+    broken,
     dense,
     feed,
     one_by_one,
@@ -219,25 +223,9 @@ def test_a_chunk_equals_single_tokens(method: Method) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_rows_do_not_see_each_other(method: Method) -> None:
-    streams, lengths = {row: Tokens.random(150, seed=10 * row) for row in range(4)}, {0: 3, 1: 40, 2: 130, 3: 16}
-    broken = Tokens.random(100)
-    broken.keys.fill_(torch.nan)
-    broken.values.fill_(torch.inf)
-    pool = admit(method, broken, 100, 2)
-    pool.release(2)
-    for row, length in lengths.items():
-        admit(method, streams[row], length, row, pool)
-    alone = {row: admit(method, streams[row], length, row) for row, length in lengths.items()}
-    for step in range(1, 10):
-        moving = {row: (streams[row], length, length + 1) for row, length in lengths.items() if step % (row + 1) == 0}
-        found = feed(pool, moving)
-        for row, one in moving.items():
-            assert torch.equal(found[row], feed(alone[row], {row: one})[row])
-            lengths[row] += 1
-    for row in range(4):
-        assert pool.facts(row) == alone[row].facts(row)
-        pool.release(row)
-    assert pool.allocated_bytes() == 0
+    streams = {row: Tokens.random(150, seed=10 * row) for row in range(4)}
+    lengths = {0: 3, 1: 40, 2: 130, 3: 16}
+    assert_rows_do_not_see_each_other(partial(admit, method), streams, lengths, (broken(100), 100), 10)
 
 
 def test_settings_without_meaning_are_refused() -> None:

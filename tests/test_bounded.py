@@ -13,7 +13,18 @@ import torch
 from attention_prompts import DIM, HIDDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowbit_cases import KV_HEADS, LAYERS, LAYOUT, QUERY_HEADS, SCALE, Tokens, feed, one_by_one, shape
+from lowbit_cases import (
+    KV_HEADS,
+    LAYERS,
+    LAYOUT,
+    QUERY_HEADS,
+    SCALE,
+    Tokens,
+    assert_rows_do_not_see_each_other,
+    feed,
+    one_by_one,
+    shape,
+)
 from models import prompt_ids, tiny_gemma, tiny_llama, tiny_qwen
 from test_plan import grid
 from torch import Tensor
@@ -207,23 +218,14 @@ def test_a_chunk_equals_single_tokens(method: PromptEvictor, prompt: int) -> Non
 
 @pytest.mark.parametrize("method", METHODS, ids=name_of)
 def test_rows_do_not_see_each_other(method: PromptEvictor) -> None:
-    streams, lengths = {row: Tokens.random(150, seed=10 * row) for row in range(4)}, {0: 9, 1: 40, 2: 110, 3: 32}
-    pool = admitted(method, Tokens.random(100, seed=99), 100, "40 tokens", 2)
-    pool.release(2)
-    for row, length in lengths.items():
-        admitted(method, streams[row], length, "40 tokens", row, pool)
-    alone = {row: admitted(method, streams[row], length, "40 tokens", row) for row, length in lengths.items()}
-    for step in range(1, 19):
-        moving = {row: (streams[row], length, length + 1) for row, length in lengths.items() if step % (row + 1) == 0}
-        found = feed(pool, moving)
-        for row, one in moving.items():
-            assert torch.equal(found[row], feed(alone[row], {row: one})[row])
-            lengths[row] += 1
+    streams = {row: Tokens.random(150, seed=10 * row) for row in range(4)}
+    lengths = {0: 9, 1: 40, 2: 110, 3: 32}
+
+    def put(tokens: Tokens, count: int, row: int, pool: FamilyPool | None) -> FamilyPool:
+        return admitted(method, tokens, count, "40 tokens", row, pool)
+
     empty = grown(method, "bounded").new_pool(shape()).allocated_bytes()
-    for row in range(4):
-        assert pool.memory(row) == alone[row].memory(row)
-        pool.release(row)
-    assert pool.allocated_bytes() == empty
+    assert_rows_do_not_see_each_other(put, streams, lengths, (Tokens.random(100, seed=99), 100), 19, empty)
 
 
 def test_the_last_queries_are_workspace() -> None:

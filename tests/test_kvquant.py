@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -20,7 +21,18 @@ from kvquant_cases import (
     rotary,
     written,
 )
-from lowbit_cases import DIM, KV_HEADS, LAYOUT, Tokens, dense, feed, one_by_one, tensor
+from lowbit_cases import (
+    DIM,
+    KV_HEADS,
+    LAYOUT,
+    Tokens,
+    assert_rows_do_not_see_each_other,
+    broken,
+    dense,
+    feed,
+    one_by_one,
+    tensor,
+)
 from models import tiny_gemma, tiny_llama
 from test_engine import fork, prompts_of, run
 
@@ -269,29 +281,9 @@ def test_decoding_leaves_the_cache_that_a_longer_prompt_leaves(grown: int) -> No
 
 
 def test_rows_do_not_see_each_other() -> None:
-    """Rows of different lengths, some idle in a step, one that left NaN behind."""
     method, streams = of_bits(3, 0.1, sinks=2), {row: Tokens.random(160, seed=10 * row) for row in range(4)}
-    lengths = {0: 5, 1: 64, 2: 131, 3: 60}
-    broken = Tokens.random(80)
-    broken.keys.fill_(torch.nan)
-    broken.values.fill_(torch.inf)
-    pool = new_pool(method)
-    empty = pool.allocated_bytes()
-    admitted(method, broken, 80, 2, pool)
-    pool.release(2)
-    for row, length in lengths.items():
-        admitted(method, streams[row], length, row, pool)
-    alone = {row: admitted(method, streams[row], length, row) for row, length in lengths.items()}
-    for step in range(1, 13):
-        moving = {row: (streams[row], length, length + 1) for row, length in lengths.items() if step % (row + 1) == 0}
-        found = feed(pool, moving)
-        for row, one in moving.items():
-            assert torch.equal(found[row], feed(alone[row], {row: one})[row])
-            lengths[row] += 1
-    for row in range(4):
-        assert pool.memory(row) == alone[row].memory(row)
-        pool.release(row)
-    assert pool.allocated_bytes() == empty
+    lengths, empty = {0: 5, 1: 64, 2: 131, 3: 60}, new_pool(method).allocated_bytes()
+    assert_rows_do_not_see_each_other(partial(admitted, method), streams, lengths, (broken(80), 80), 13, empty)
 
 
 def test_more_bits_and_more_outliers_err_less() -> None:

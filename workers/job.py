@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from kvcache.bounded import Growth
+from kvcache.budget import Base
 from tasks.sample import Sample
 
 PREFILLED_BYTES = 2**31
@@ -12,6 +15,9 @@ PREFILLED_BYTES = 2**31
 
 PROMPTS_AT_ONCE = 4
 """Prompts are prefilled in groups of this size, as many as a method can continue in one batch. Changes no number."""
+
+
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +29,16 @@ class ModelSpec:
 
     label: str
     source: str
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     attention: Literal["auto", "sdpa"] = "auto"
     """Of prefill: torch's scaled dot product attention, which ``auto`` means too. Decode has kernels of its own."""
     revision: str | None = None
     trust_remote_code: bool = False
+
+    @classmethod
+    def named_by_source(cls, source: str, dtype: Dtype, revision: str | None = None) -> ModelSpec:
+        """As the command line names a model: the label is the last part of where it is."""
+        return cls(Path(source.removeprefix("wheel:")).name, source, dtype, revision=revision)
 
 
 @dataclass(frozen=True)
@@ -54,8 +65,8 @@ class Protocol:
     """How a sample is put to a model: it moves scores more than methods do, so it is part of each cell."""
 
     question: Literal["compressed", "appended"] = "compressed"
-    budget_base: Literal["prompt", "prompt+max_new"] = "prompt"
-    growth: Literal["grow", "bounded"] = "grow"
+    budget_base: Base = "prompt"
+    growth: Growth = "grow"
     """Of generated tokens, where a method chooses once: on top of what it keeps, or within the budget."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """``auto``: as the task's own protocol says."""

@@ -83,9 +83,6 @@ class DefensiveKV(PromptEvictor):
         """Those of the second stage: the first depends on the budget."""
         return [self._risk(layer, prefill.tokens).scores for layer in prefill.layers]
 
-    def utilities(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[list[Tensor]]:
-        return [self.scores(prefill, seed) for prefill, seed in zip(prefills, seeds, strict=True)]
-
     def keep(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> list[list[Tensor]]:
         import torch
 

@@ -74,9 +74,6 @@ class GVote(PromptEvictor):
     def scores(self, prefill: Prefill, seed: str) -> list[Tensor]:
         return [votes.float() for votes in self.examine([prefill], [seed])[0]]
 
-    def utilities(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[list[Tensor]]:
-        return [self.scores(prefill, seed) for prefill, seed in zip(prefills, seeds, strict=True)]
-
     def compress(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> Compressed:
         from kvcache.ragged import RaggedCompressed
 
@@ -142,10 +139,8 @@ def nucleus_sizes(attention: Tensor, nucleus: float) -> Tensor:
 
 def _noise(seed: str, samples: int, channels: int) -> Tensor:
     """[S, hidden] standard normal fp32, the same on every device and whatever else is drawn."""
-    import hashlib
-
     import torch
 
-    digest = hashlib.sha256(seed.encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.randn(samples, channels, generator=generator)
+    from kvcache.streams import stream
+
+    return torch.randn(samples, channels, generator=stream(seed))

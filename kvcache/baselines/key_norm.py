@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvcache.evict import PromptEvictor
+from kvcache.evict import EndsEvictor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class KeyNorm(PromptEvictor):
+class KeyNorm(EndsEvictor):
     """The smallest keys beside ``sinks`` first and ``recent`` last tokens.
 
     By default nothing is protected and every layer is compressed, as in kvpress; the paper leaves the first two layers
@@ -29,17 +29,6 @@ class KeyNorm(PromptEvictor):
 
     name: ClassVar[str] = "key_norm"
     version: ClassVar[int] = 1
-
-    sinks: int = 0
-    recent: int = 0
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0 or self.recent < 0:
-            raise ValueError(f"sinks and recent must be at least 0, not sinks={self.sinks}, recent={self.recent}")
-
-    @property
-    def protected_ends(self) -> tuple[int, int]:
-        return self.sinks, self.recent
 
     def scores(self, prefill: Prefill, seed: str) -> list[Tensor]:
         """[H_kv, n] per layer, of keys [H_kv, n, d]"""

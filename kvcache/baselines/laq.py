@@ -76,9 +76,6 @@ class LAQ(WindowEvictor):
         first = super().scores(prefill, seed)
         return self._second(prefill, draft_queries(prefill, self.lookahead)) or first
 
-    def utilities(self, prefills: Sequence[Prefill], seeds: Sequence[str]) -> list[list[Tensor]]:
-        return [self.scores(prefill, seed) for prefill, seed in zip(prefills, seeds, strict=True)]
-
     def keep(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> list[list[Tensor]]:
         from kvcache.select import keep_top, protect_ends
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvcache.evict import PromptEvictor
+from kvcache.evict import EndsEvictor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RandomTokens(PromptEvictor):
+class RandomTokens(EndsEvictor):
     """Uniformly random tokens beside ``sinks`` first and ``recent`` last ones.
 
     By default nothing is protected. Protection alone is worth much: compare methods that protect a window with a random
@@ -28,20 +28,9 @@ class RandomTokens(PromptEvictor):
     name: ClassVar[str] = "random"
     version: ClassVar[int] = 1
 
-    sinks: int = 0
-    recent: int = 0
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0 or self.recent < 0:
-            raise ValueError(f"sinks and recent must be at least 0, not sinks={self.sinks}, recent={self.recent}")
-
     @property
     def stochastic(self) -> bool:
         return True
-
-    @property
-    def protected_ends(self) -> tuple[int, int]:
-        return self.sinks, self.recent
 
     def scores(self, prefill: Prefill, seed: str) -> list[Tensor]:
         """A token's score is its place in a random order: there are no ties. [H_kv, n] per layer"""
@@ -56,10 +45,8 @@ class RandomTokens(PromptEvictor):
 
 def random_order(seed: str, layer: int, head: int, tokens: int) -> Tensor:
     """A permutation of 0 ... n - 1 from a stream of its own, drawn on the CPU so that devices agree. [n] fp32"""
-    import hashlib
-
     import torch
 
-    digest = hashlib.sha256(f"{seed}/{layer}/{head}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.randperm(tokens, generator=generator).float()
+    from kvcache.streams import stream
+
+    return torch.randperm(tokens, generator=stream(f"{seed}/{layer}/{head}")).float()
