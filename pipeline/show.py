@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -115,14 +115,14 @@ def _groups_table(plan: Plan) -> Table:
     for cell in plan.grid.cells:
         merged[cell.model, cell.context, _task(cell)].append(cell)
     for (model, context, task), cells in merged.items():
-        seeds = {(cell.data_seed, cell.spec.method_seed) for cell in cells}
+        seeds = Counter(label for label, *_ in {(one.spec.label, one.data_seed, one.spec.method_seed) for one in cells})
         done, asked = sum(plan.done[cell.cell_id] for cell in cells), sum(plan.asked(cell) for cell in cells)
         possible = sum(not cell.impossible for cell in cells)
         table.add_row(
             model,
             str(context or "own"),
             task,
-            str(len(seeds)),
+            str(max(seeds.values())),  # a method that its seed does not change has fewer
             f"{possible}" if possible == len(cells) else f"{possible} of {len(cells)}",
             str(max((plan.asked(cell) for cell in cells), default=0)),
             f"{done}/{asked}",

@@ -15,6 +15,7 @@ from test_spec import sweep
 
 from pipeline.estimate import COLUMNS, Costs, estimate
 from pipeline.plan import Grid, Plan, Shard, expand, make_plan
+from pipeline.show import _groups_table
 from pipeline.spec import SpecError, load_sweep
 from pipeline.store import row_schema
 from tasks.sources import DataSources
@@ -263,3 +264,8 @@ def test_failed_rows_say_nothing_on_time(tmp_path: Path) -> None:
     rows = [row(full, 0, status="failed", model="tiny", task="niah_single_1", context=1024)]
     made = plan(tmp_path, rows, samples=3)
     assert estimate(made, costs(made, rows)).measured == 0.0
+
+
+def test_one_seed_is_shown_as_one_where_some_methods_have_no_use_for_it(tmp_path: Path) -> None:
+    shown = _groups_table(plan(tmp_path, tasks=["niah_single_1"], methods=["full", "dice"], seeds=[7]))
+    assert [*shown.columns[3].cells] == ["1"]
