@@ -35,6 +35,7 @@ from lorekv.reliability import particle_weights
 from lorekv.scoring import future_cost, score_prompt, window_cost
 from perf.calibration import calibration
 from perf.grid import MODEL, prompts_of
+from perf.observe import unscored
 from perf.roofline import BANDWIDTH, H200, ISSUE, Device
 from workers.fork import Fork, Prompt, PromptForks
 from workers.job import EngineSpec
@@ -127,7 +128,7 @@ def differences(prefill: Prefill, futures: Futures) -> list[str]:
 
 def scoring_times(prefill: Prefill, futures: Futures, rounds: int) -> dict[str, float]:
     """Median seconds of both, and the median over rounds of their ratio, per query."""
-    runs = (lambda: SNAP.scores(prefill, "0"), lambda: score_prompt(LORE, prefill, futures))
+    runs = (lambda: SNAP.scores(unscored(prefill), "0"), lambda: score_prompt(LORE, prefill, futures))
     for run in runs:
         _seconds(run)
     pairs = [[_seconds(run) for run in runs] for _ in range(rounds)]

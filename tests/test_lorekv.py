@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lorekv_cases import prefilled
+from lorekv_cases import prefilled, same
 from models import prompt_ids, tiny_llama, tiny_qwen
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -108,6 +108,21 @@ def test_futures_are_a_prefix_of_more_and_longer_ones(model: LoadedModel) -> Non
     assert torch.equal(few.tokens, many.tokens[:3, :4])
     assert torch.equal(few.queries[1], many.queries[1][:3, :, :4])
     assert not torch.equal(few.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_futures_have_the_same_bits_whatever_is_sampled_beside_them(dtype: torch.dtype) -> None:
+    model = tiny_llama(dtype=dtype)
+    prompts = {str(tokens): prefilled(model, tokens, tokens) for tokens in (37, 60, 151, 600)}
+    with torch.inference_mode():
+        alone = {seed: sample_futures([prompt], 4, 6, 1.0, [seed])[0] for seed, prompt in prompts.items()}
+        for seeds in (["37", "60", "151", "600"], ["600", "37"], ["151", "600", "60"]):
+            beside = sample_futures([prompts[seed] for seed in seeds], 4, 6, 1.0, seeds)
+            for seed, futures in zip(seeds, beside, strict=True):
+                assert torch.equal(futures.tokens, alone[seed].tokens)
+                assert torch.equal(futures.log_probability, alone[seed].log_probability)
+                for kind in ("queries", "keys", "values"):
+                    assert same(getattr(futures, kind), getattr(alone[seed], kind))
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_qwen], ids=["llama", "qwen"])

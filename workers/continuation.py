@@ -1,5 +1,5 @@
 """Sampled futures over the prompts' own caches: particles attend to their prompt's keys, which are never copied, and to
-their own few tokens. One softmax over both parts.
+their own few tokens. Each part has a softmax of its own, and their log-sum-exps join them as one.
 
 Particles come in blocks of four, one prompt to a block, and the dense products always have all rows of four blocks: a
 particle's tokens do not depend on how many others are sampled beside it, or for which prompts.
@@ -102,17 +102,30 @@ def shared_prefix_attention(
 
     queries [M, H_q, 1, d]; shared [H_kv, n, d]; own [M, H_kv, t, d], the new token included -> [M, H_q, 1, d_v]
     """
-    rows, heads = queries.shape[:2]
-    kv_heads, prefix = shared_keys.shape[:2]
-    grouped = queries.unflatten(1, (kv_heads, heads // kv_heads)).squeeze(3).float()  # [M, H_kv, G, d]
+    rows, kv_heads = len(queries), len(shared_keys)
+    grouped = queries.squeeze(2).unflatten(1, (kv_heads, -1))  # [M, H_kv, G, d]
     by_head = grouped.transpose(0, 1).flatten(1, 2)  # [H_kv, M * G, d]
-    shared = torch.bmm(by_head, shared_keys.float().transpose(1, 2)).unflatten(1, (rows, -1)).transpose(0, 1)
-    own = grouped @ own_keys.float().transpose(2, 3)
-    weights = torch.softmax(torch.cat([shared, own], -1) * scale, -1).to(queries.dtype)
-    shared_weights = weights[..., :prefix].transpose(0, 1).flatten(1, 2)
-    output = torch.bmm(shared_weights, shared_values).unflatten(1, (rows, -1)).transpose(0, 1).float()
-    output = output + (weights[..., prefix:] @ own_values).float()
-    return output.flatten(1, 2).unsqueeze(2).to(queries.dtype)
+    of_shared = attend_everything(by_head[None], shared_keys[None], shared_values[None], scale)
+    shared, shared_sums = (part[0].unflatten(1, (rows, -1)).transpose(0, 1) for part in of_shared)
+    own, own_sums = attend_everything(grouped, own_keys, own_values, scale)
+    to_own = torch.sigmoid(own_sums - shared_sums)[..., None]
+    return torch.lerp(shared.float(), own.float(), to_own).flatten(1, 2).unsqueeze(2).to(queries.dtype)
+
+
+def attend_everything(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention without a mask, and the natural log-sum-exp of each query's scaled scores, in fp32.
+
+    queries [B, H, q, d], keys [B, H, n, d], values [B, H, n, d_v] -> [B, H, q, d_v], [B, H, q]
+    """
+    if queries.device.type == "cpu" and keys.shape[2] and keys.shape[-1] == values.shape[-1]:
+        # Reads keys and values in their own dtype: no copy of them in fp32.
+        attended: tuple[Tensor, Tensor] = _flash_on_cpu(queries, keys, values, scale=scale)
+        return attended
+    scores = (queries.float() @ keys.float().transpose(2, 3)) * scale
+    return torch.softmax(scores, -1).to(values.dtype) @ values, scores.logsumexp(-1)
+
+
+_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def continuations(model: LoadedModel) -> Callable[[Sequence[Prefill]], ContinuationStep]:
