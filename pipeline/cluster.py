@@ -13,6 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import SweepProblem
+from pipeline.signals import sigterm_kept
 from pipeline.spec import Cluster
 
 ERROR_LENGTH = 500
@@ -35,12 +36,13 @@ def connected(address: str | None) -> Iterator[None]:
     ours = ray.is_initialized()
     if not ours:
         try:
-            ray.init(
-                address=address or "local",
-                include_dashboard=None if address else False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with sigterm_kept():
+                ray.init(
+                    address=address or "local",
+                    include_dashboard=None if address else False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(
                 f"cluster.address: cannot connect to Ray at {address or 'this machine'}: {error}"
@@ -85,7 +87,7 @@ class Request:
         return _amounts({name: amount for name, amount in wanted.items() if amount}) + labels
 
     def _fit_on(self, node: dict[str, Any]) -> int:
-        if any(node["Labels"].get(name) != value for name, value in self.labels.items()):
+        if not _offers(node, self.labels, self.resources):
             return 0
         wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
         return min(int(node["Resources"].get(name, 0) // amount) for name, amount in wanted.items() if amount)
@@ -94,10 +96,13 @@ class Request:
 def actor_request(cluster: Cluster, whole_node: bool = False) -> Request:
     """Resolve ``auto`` and ``null`` against the nodes that are there now.
 
-    An actor that asks for no cores computes on one thread, so on a node without GPUs it asks for all of them. With
-    ``whole_node`` it asks for them on any node, so that Ray puts nothing beside it.
+    An actor that asks for no cores computes on one thread, so on a node without GPUs it asks for all of them, of the
+    smallest node. With ``whole_node`` it asks for all cores of the largest node that may hold it: no smaller one does,
+    and on that one Ray puts nothing beside it.
     """
     nodes = _nodes()
+    if whole_node:
+        nodes = [node for node in nodes if _offers(node, cluster.labels, cluster.resources)] or nodes
     gpus = cluster.gpus_per_actor
     if gpus == "auto":
         gpus = 1 if any(_gpus(node) for node in nodes) else 0
@@ -106,7 +111,7 @@ def actor_request(cluster: Cluster, whole_node: bool = False) -> Request:
         candidates = [node for node in nodes if _gpus(node) >= max(gpus, 1)] if gpus else nodes
         part = [gpus / _gpus(node) if gpus and not whole_node else 1 for node in candidates]
         shares = [_cpus(node) * share for node, share in zip(candidates, part, strict=True) if _cpus(node)]
-        cpus = max(int(min(shares)), 1) if shares else 1
+        cpus = max(int(max(shares) if whole_node else min(shares)), 1) if shares else 1
     hide_gpus = gpus == 0 and any(_gpus(node) for node in nodes)
     return Request(cpus, gpus, cluster.resources, cluster.labels, hide_gpus)
 
@@ -124,6 +129,10 @@ def describe_cluster() -> str:
 def node_is_alive(node_id: str | None) -> bool:
     """False only for a node that the cluster has given up."""
     return node_id is None or any(node["NodeID"] == node_id for node in _nodes())
+
+
+def living_nodes() -> frozenset[str]:
+    return frozenset(str(node["NodeID"]) for node in _nodes())
 
 
 def on_this_node() -> NodeAffinitySchedulingStrategy:
@@ -144,6 +153,12 @@ def error_text(error: BaseException) -> str:
 
 def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _offers(node: dict[str, Any], labels: dict[str, str], resources: dict[str, float]) -> bool:
+    """Whether a node carries these labels, and has so much of these resources."""
+    labelled = all(node["Labels"].get(name) == value for name, value in labels.items())
+    return labelled and all(node["Resources"].get(name, 0) >= amount for name, amount in resources.items())
 
 
 def _cpus(node: dict[str, Any]) -> float:

@@ -204,6 +204,8 @@ def load_diagnostics(path: Path | str) -> DiagnosticsFile | LoreDiagnosticsFile:
     """Read and check a file; what it names is relative to its folder. Raises :class:`SpecError`."""
     file = Path(path)
     content = load_file(file)
+    if "models" in content and "conditions" not in content:
+        raise SpecError(file, [("", f"is a sweep, not a file of diagnostics: run `kvsweep run {file}`")])
     named = str(content.get("kind", "qevict"))
     if named not in KINDS:
         raise SpecError(file, [("kind", f"there are no diagnostics of {named!r}; {nearest(named, KINDS)}")])

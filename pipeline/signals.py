@@ -1,10 +1,17 @@
-"""Signals as facts to look at: a sweep that is told to stop writes what is finished first."""
+"""Signals as facts to look at: a sweep that is told to stop writes what is finished first.
+
+Ray takes SIGTERM for itself as it connects, and would end a sweep that plans or reports with a code of its own.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+TERMINATED = 128 + signal.SIGTERM
 
 
 @contextmanager
@@ -21,3 +28,29 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises ``SystemExit``, so that leases are given back and the exit code tells."""
+
+    def leave(signum: int, frame: object) -> None:
+        sys.exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Whatever handler another library installs meanwhile, the present one is there afterwards."""
+    ours = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, before)

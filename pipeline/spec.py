@@ -160,8 +160,22 @@ class Cluster(Section):
     ready_timeout_s: Positive = 600
     stall_timeout_s: Positive | None = None
     """An actor that yields no row for this long is killed; that counts as a crash."""
+    job_timeout_s: Positive | None = None
+    """So long may a job take in all, or the loading of a model; then the same happens. Rows that came are kept."""
     max_failures: Count = 20
     """Failures in a row, with no success between them, that stop the sweep."""
+
+    @field_validator("gpus_per_actor", mode="before")
+    @classmethod
+    def _whole_gpus(cls, gpus: object) -> object:
+        if gpus == "auto" or (type(gpus) is int and gpus >= 0):
+            return gpus
+        raise PydanticCustomError(
+            "gpus",
+            "must be a whole number of GPUs, 0 for none, or auto, not {gpus}: an actor has its GPUs to itself, for "
+            "on a shared one its time and memory cannot be measured alone",
+            {"gpus": repr(gpus)},
+        )
 
 
 def _without_password(uri: str) -> str:
@@ -254,6 +268,18 @@ class SweepFile(Section):
                 )
         return methods
 
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _row_width_of_tasks(cls, engine: object, info: ValidationInfo) -> object:
+        """Looked for here, where one that is written out still differs from the default."""
+        if info.data.get("timing") is not None and isinstance(engine, Mapping) and "row_width" in engine:
+            raise PydanticCustomError(
+                "timing",
+                "has no meaning in a timing sweep, whose runs are as wide as timing.batch says: leave it out",
+                {"field": "row_width"},
+            )
+        return engine
+
     @field_validator("engine")
     @classmethod
     def _engine_shapes(cls, engine: EngineSpec) -> EngineSpec:
@@ -296,10 +322,8 @@ def _without_meaning(sweep: SweepFile) -> Iterator[str]:
     of_samples = ("tasks", "contexts", "samples", "seeds", "data_dir")
     yield from (name for name in of_samples if name in sweep.model_fields_set)
     for field in dataclasses.fields(Protocol):
-        if field.name != "budget_base" and getattr(sweep.protocol, field.name) != field.default:
+        if field.name not in ("budget_base", "growth") and getattr(sweep.protocol, field.name) != field.default:
             yield f"protocol.{field.name}"
-    if sweep.engine.row_width != EngineSpec.row_width:
-        yield "engine.row_width"
     if sweep.cluster.max_actors not in (None, 1):
         yield "cluster.max_actors"
     if "samples_per_job" in sweep.cluster.model_fields_set:
@@ -312,6 +336,8 @@ def load_sweep(path: Path | str) -> SweepFile:
     """Read and check a sweep file. Raises :class:`SpecError`."""
     file = Path(path)
     content = load_file(file)
+    if "conditions" in content and "models" not in content:
+        raise SpecError(file, [("", f"is a file of diagnostics, not a sweep: run `kvsweep diagnostics {file}`")])
     try:
         return SweepFile.model_validate(content, context={"folder": file.parent})
     except ValidationError as error:
@@ -409,6 +435,9 @@ def _problem(detail: ErrorDetails) -> tuple[str, str]:
     if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         section = SweepFile if len(loc) == 1 else SECTIONS[str(loc[0])]
         return path, f"unknown key; {nearest(str(loc[-1]), _field_names(section))}"
+    if detail["type"] in ("model_type", "dataclass_type"):
+        names = ", ".join(_field_names(SECTIONS[str(loc[0])]))
+        return path, f"must be a mapping, not {detail['input']!r}; its keys: {names}"
     return path, _plain_text(detail)
 
 

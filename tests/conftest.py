@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,23 @@ def _threads(request: pytest.FixtureRequest) -> None:
     if torch := sys.modules.get("torch"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(cores if request.module.__name__ in REAL_MODELS else 1)
+
+
+@pytest.fixture(scope="module")
+def wall_time(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Prints what a module took, beside its ``GOAL_S``, and how fast the machine was just then. It fails nothing."""
+    began = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - began
+    for _ in range(10_000_000):
+        pass
+    loop = time.perf_counter() - began - seconds
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(
+            f"\n{request.module.__name__}: {seconds:.0f} s, goal {request.module.GOAL_S} s "
+            f"(ten million turns of an empty loop: {loop:.2f} s)"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -100,6 +100,22 @@ def test_only_what_ran_side_by_side_is_compared() -> None:
     assert qevict.ratios["tpot_s"].least == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("lost", "again"), [(QEVICT, FULL), (FULL, QEVICT)], ids=["a method", "the full cache"])
+def test_no_ratio_mixes_two_runs_of_a_repeat(tmp_path: Path, lost: dict[str, Any], again: dict[str, Any]) -> None:
+    """A repeat is cut short and runs again, and one method fails the second time: its good row of the first run stays
+    beside the second run's row of the other."""
+    store = Store(str(tmp_path))
+    early, late = {"finished_at": 1.0, "attempt": 1}, {"finished_at": 2.0, "attempt": 2}
+    store.add(runs(lost, [0.01, 0.01], "ab", **early) + runs(again, [0.02, 0.02], "ab", **early))
+    store.add(runs(lost, [None, 0.01], "xy", **late) + runs(again, [0.08, 0.02], "xy", **late))
+    store.flush()
+    made = efficiency_report(store.rows().to_pandas(), [FULL, QEVICT], make_sweep(timing={"new_tokens": 10}))
+    _, qevict = made.found[0].results
+    assert (qevict.repeats, qevict.pairs) == (2, 1)
+    ratio = 0.5 if lost is QEVICT else 2.0
+    assert (qevict.ratios["tpot_s"].least, qevict.ratios["tpot_s"].most) == pytest.approx((ratio, ratio))
+
+
 def test_the_table_has_every_method_with_its_ratios() -> None:
     made = report_of([FULL, QEVICT], runs(FULL, [0.01, 0.02, 0.04]), runs(QEVICT, [0.005, 0.010, 0.020]))
     table = efficiency_table(made.found[0], 10)
@@ -149,6 +165,8 @@ def test_what_spoils_a_comparison_is_said() -> None:
     assert not made.found[0].results[1].ratios
     alone = report_of([QEVICT], runs(QEVICT, [0.01]))
     assert [flag.title for flag in alone.flags] == ["No baseline", "Few repeats"]
+    within = report_of([FULL], runs(FULL, [0.01] * 3), protocol={"growth": "bounded"})
+    assert [flag.title for flag in within.flags] == ["Bounded growth"]
 
 
 def test_what_cannot_run_or_has_not_yet_has_its_line() -> None:

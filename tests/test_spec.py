@@ -10,6 +10,7 @@ import stub_worker
 import yaml
 
 from kvcache.budget import Budget
+from pipeline.diagnostics_file import load_diagnostics
 from pipeline.spec import SpecError, load_sweep
 
 
@@ -244,3 +245,17 @@ def test_members_of_a_group_get_the_settings_that_they_have(tmp_path: Path) -> N
 )
 def test_a_bad_group_is_named(tmp_path: Path, tasks: list[Any], said: str) -> None:
     assert complaint(tmp_path, tasks=tasks).startswith(said)
+
+
+def test_a_file_of_diagnostics_is_no_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "inside.yaml"
+    file.write_text("model: tiny\nconditions: {R0: {}}\n")
+    with pytest.raises(SpecError, match=r"is a file of diagnostics, not a sweep: run `kvsweep diagnostics .*inside"):
+        load_sweep(file)
+
+
+def test_a_sweep_is_no_file_of_diagnostics(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(sweep()))
+    with pytest.raises(SpecError, match=r"is a sweep, not a file of diagnostics: run `kvsweep run .*sweep.yaml`"):
+        load_diagnostics(file)

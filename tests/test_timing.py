@@ -19,9 +19,10 @@ from stub_worker import StubWorker
 from test_spec import complaint, sweep
 
 import pipeline.cluster
+import pipeline.plan
 import workers.engine
+from pipeline.cli import main
 from pipeline.cluster import actor_request
-from pipeline.errors import SweepProblem
 from pipeline.estimate import COLUMNS, Costs, estimate
 from pipeline.plan import Grid, expand, make_plan
 from pipeline.run import Finished, Opened, RunOptions, open_sweep, run_sweep
@@ -82,22 +83,36 @@ def table(rows: list[Row]) -> pa.Table:
         ({"tasks": ["vt"]}, "tasks: has no meaning in a timing sweep"),
         ({"contexts": [1024]}, "contexts: has no meaning in a timing sweep"),
         ({"seeds": [1]}, "seeds: has no meaning"),
+        (
+            {"timing": 5},
+            "timing: must be a mapping, not 5; its keys: prompt_tokens, new_tokens, batch, repeats, warmup",
+        ),
         ({"engine": {"row_width": 8}}, "engine.row_width: has no meaning"),
+        ({"engine": {"row_width": EngineSpec.row_width}}, "engine.row_width: has no meaning"),
         ({"cluster": {"max_actors": 2}}, "cluster.max_actors: has no meaning"),
         ({"cluster": {"samples_per_job": 2}}, "cluster.samples_per_job: has no meaning"),
-        ({"cluster": {"gpus_per_actor": 0.5}}, "cluster.gpus_per_actor"),
+        (
+            {"cluster": {"gpus_per_actor": 0.5}},
+            "cluster.gpus_per_actor: must be a whole number of GPUs, 0 for none, or auto, not 0.5: an actor has",
+        ),
         ({"protocol": {"question": "appended"}}, "protocol.question: has no meaning"),
         ({"mlflow": {"tracking_uri": "http://there"}}, "mlflow.tracking_uri: has no meaning"),
         ({"timing": None}, "tasks: is missing"),
     ],
 )
-def test_a_bad_timing_sweep_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_bad_timing_sweep_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
+) -> None:
     own = {"tasks": None, "contexts": None, "timing": TIMING, **changes}
-    if said.startswith("cluster.gpus_per_actor"):
-        with pytest.raises(SweepProblem, match="gpus_per_actor"):
-            load_sweep(write(tmp_path, **own))
-        return
     assert complaint(tmp_path, **own).startswith(said)
+    assert main(["plan", str(write(tmp_path, **changes))]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path / 'sweep.yaml'}: {said}")
+
+
+@pytest.mark.usefixtures("stubs")
+def test_prefill_chunks_are_a_timing_sweeps_own(tmp_path: Path) -> None:
+    groups = grid(tmp_path, engine={"prefill_chunk": 256}).groups
+    assert {(group.engine.prefill_chunk, group.engine.row_width) for group in groups} == {(256, 1), (256, 4)}
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
@@ -131,6 +146,21 @@ def test_a_cell_is_another_where_a_time_can_change(tmp_path: Path) -> None:
     assert ids(repeats=9) == ids()
     for changes in ({"new_tokens": 9}, {"batch": [3]}, {"prompt_tokens": [65, 513]}, {"warmup": 2}):
         assert not ids(**changes) & ids()
+
+
+def test_a_bounded_budget_can_be_timed_where_a_method_can_choose_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline.plan, "describe", stub_worker.describe)
+    methods = ["full", {"name": "snapkv", "window": 8}, {"name": "lorekv", "window": 8}]
+    asked = {"methods": methods, "budgets": ["50%"], "timing": {**TIMING, "prompt_tokens": [64], "batch": [2]}}
+    bounded, grows = (grid(tmp_path, **asked, protocol={"growth": growth}).cells for growth in ("bounded", "grow"))
+    assert [(cell.spec.method, cell.impossible is None) for cell in bounded] == [
+        ("full", True),
+        ("snapkv", True),
+        ("lorekv", False),
+    ]
+    assert not {cell.cell_id for cell in bounded} & {cell.cell_id for cell in grows}
 
 
 @pytest.mark.usefixtures("stubs")
@@ -329,6 +359,51 @@ def test_the_peak_is_that_of_the_run_alone(model: LoadedModel, monkeypatch: pyte
     assert seen == ["restart", "peak"] * 2
 
 
+def test_a_bounded_method_is_timed_as_it_chooses_again(model: LoadedModel) -> None:
+    """Its caches stay within the budget of the prompt, so it has done the work that is to be timed."""
+    snapkv = job(1, (CELLS[1],))
+    within = {}
+    for protocol in (Protocol(growth="bounded"), Protocol(growth="grow")):
+        (row,) = time_job(model, dataclasses.replace(snapkv, protocol=protocol))
+        assert (row.status, row.error, row.growth, row.over_budget) == ("ok", "", protocol.growth, False)
+        within[row.growth] = row.kv_bytes_peak <= row.budget_bytes
+    assert within == {"bounded": True, "grow": False}
+
+
+def test_on_a_gpu_every_run_begins_with_nothing_of_the_run_before(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Meter:
+        def restart(self) -> None:
+            seen.append("restart")
+
+        def peak_bytes(self) -> int:
+            seen.append("peak")
+            return 7
+
+    class Device:
+        type = "cuda"
+
+    class Batch:
+        first = end = 0.0
+
+        def __init__(self, *arguments: Any) -> None:
+            seen.append("engine")
+
+        def run(self, prompts: Any) -> Iterator[Any]:
+            return iter(())
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("empty"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr("workers.timing._Batch", Batch)
+    on_gpu = dataclasses.replace(model, meter=Meter(), device=Device())  # type: ignore[arg-type]
+    for _ in range(2):
+        measure(on_gpu, EngineSpec(0), [])
+    assert seen == ["empty", "engine", "restart", "peak"] * 2
+
+
 def test_an_actor_times_what_is_to_be_timed(model: LoadedModel) -> None:
     worker = Worker()
     worker._model = model
@@ -401,3 +476,26 @@ def test_an_actor_asks_for_all_cores_of_a_node(monkeypatch: pytest.MonkeyPatch, 
     assert actor_request(Cluster(), whole_node=True).gpus == min(gpus, 1)
     assert actor_request(Cluster()).cpus == (cpus // gpus if gpus else cpus)
     assert actor_request(Cluster(cpus_per_actor=3), whole_node=True).cpus == 3
+
+
+def nodes(*sizes: tuple[int, int], **labels: str) -> list[dict[str, Any]]:
+    return [{"Alive": True, "Resources": {"CPU": cpus, "GPU": gpus}, "Labels": labels} for cpus, gpus in sizes]
+
+
+@pytest.mark.parametrize(
+    ("there", "cpus"),
+    [
+        (nodes((0, 0), (16, 0), (64, 0)), 64),
+        (nodes((16, 1), (64, 1), (96, 0)), 64),
+        (nodes((16, 0)) + nodes((8, 0), zone="a"), 8),
+    ],
+    ids=["a large node", "a large node with a GPU", "a node with the label"],
+)
+def test_where_nodes_differ_an_actor_fits_on_the_largest_alone(
+    monkeypatch: pytest.MonkeyPatch, there: list[dict[str, Any]], cpus: int
+) -> None:
+    monkeypatch.setattr(pipeline.cluster, "_nodes", lambda: there)
+    labels = {"zone": "a"} if there[-1]["Labels"] else {}
+    asked = actor_request(Cluster(labels=labels), whole_node=True)
+    assert asked.cpus == cpus
+    assert asked.fits() == 1

@@ -13,6 +13,9 @@ import pytest
 
 from perf.kernels import GATED, MOST_SHARED, TARGETS, Finding, innermost_loops, missed_gates
 
+pytestmark = pytest.mark.usefixtures("wall_time")
+GOAL_S = 60
+
 LISTING = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;                    /* 0x0 */
                                                                              /* 0x1 */

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("wall_time")
+GOAL_S = 120
 FOLDER = Path(__file__).parent
 FILES = sorted(path.name for path in FOLDER.glob("interpreted_*.py"))
 

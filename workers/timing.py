@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvcache.bounded import grown
 from kvcache.budget import Budget
 from workers.engine import Engine
 from workers.evaluate import failed_row, fill_memory, method_of, new_row
@@ -118,8 +119,7 @@ class _Batch(Engine):
 def measure(model: LoadedModel, engine: EngineSpec, prompts: Sequence[Prompt]) -> Run:
     """Run one batch by itself, as far as it gets."""
     assert len(prompts) == engine.row_width
-    gc.collect()
-    return_free_memory()
+    _leave_nothing_behind(model.device)
     batch = _Batch(model, engine)
     model.meter.restart()
     start = model.elapsed(0.0)
@@ -131,11 +131,19 @@ def measure(model: LoadedModel, engine: EngineSpec, prompts: Sequence[Prompt]) -
     return Run(tuple(generations), start, batch.first, batch.end, model.meter.peak_bytes())
 
 
+def _leave_nothing_behind(device: torch.device) -> None:
+    """Give back what allocators keep of the run before: its fragments could make this one run out of memory."""
+    gc.collect()
+    return_free_memory()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _prompts(job: Job, cell: CellSpec, words: list[int], name: str) -> list[Prompt]:
     """Made-up tokens, the same for all cells of a repeat, others in each row."""
     timing = job.timing
     assert timing is not None
-    method, budget = method_of(cell), Budget.parse(cell.budget)
+    method, budget = grown(method_of(cell), job.protocol.growth), Budget.parse(cell.budget)
     prompts = []
     for row in range(job.engine.row_width):
         ids = random.Random(f"{name}/{row}").choices(words, k=timing.prompt_tokens)
