@@ -56,7 +56,7 @@ def run(
     model: OtherModel = None,
     context: OtherContext = None,
     retry_failed: Retry = False,
-    failures_ok: Annotated[bool, typer.Option("--failures-ok", help="Exit with 0 although rows failed.")] = False,
+    failures_ok: Annotated[bool, typer.Option("--failures-ok", help="Exit with 0 although some failed.")] = False,
     debug: Debug = False,
 ) -> None:
     """Run what is left of a sweep, then write its report. The same command goes on after any interruption."""
@@ -88,19 +88,31 @@ def plan(
 
 
 @app.command()
-def status(output: OutputArgument, debug: Debug = False) -> None:
+def status(
+    output: OutputArgument,
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until all rows are there.")] = False,
+    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two looks.")] = 10.0,
+    debug: Debug = False,
+) -> None:
     """Say how far a sweep is, from its output alone."""
     from pipeline import commands
 
-    commands.status(output)
+    commands.status(output, every if watch else None)
 
 
 @app.command()
-def report(output: OutputArgument, debug: Debug = False) -> None:
+def report(
+    output: OutputArgument,
+    paper: Annotated[
+        list[str] | None,
+        typer.Option("--paper", help="Beside a paper's table, such as qevict:table3; may be repeated."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
     """Write the report of an output again."""
     from pipeline import commands
 
-    commands.report(output)
+    commands.report(output, paper or [])
 
 
 @app.command()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,14 +17,21 @@ from pipeline.location import output_location
 from pipeline.outputs import Output, read_output, read_plan
 from pipeline.report import Report
 from pipeline.run import Finished, RunOptions, open_sweep, run_sweep
+from pipeline.signals import exit_on_sigterm
 from pipeline.spec import load_text
-from pipeline.store import Store
+from pipeline.status import read_status
+from pipeline.store import Store, reached
 from pipeline.tracking import OFF, Tracker, TrackingError
 from pipeline.tracking import replay as replay_runs
 
 
 def run(file: Path, options: RunOptions, failures_ok: bool) -> int:
     """Run, report, track; returns the exit code."""
+    with exit_on_sigterm():
+        return _run(file, options, failures_ok)
+
+
+def _run(file: Path, options: RunOptions, failures_ok: bool) -> int:
     opened = open_sweep(file, options)
     tracker: Tracker | None = None
 
@@ -52,13 +60,24 @@ def plan(file: Path, options: RunOptions, all_cells: bool) -> None:
     show.show_plan(made, estimate(made, costs), opened.peaks(), all_cells)
 
 
-def status(output: str) -> None:
-    print(read_output(Store(output_location(output))).report().status())
+def status(output: str, every_s: float | None = None) -> None:
+    """With ``every_s``, again and again until all rows are there."""
+    store = Store(output_location(output))
+    while True:
+        found = read_status(store)
+        print(*found.lines(), sep="\n", flush=True)
+        if every_s is None or found.complete:
+            return
+        time.sleep(every_s)
 
 
-def report(output: str) -> None:
+def report(output: str, papers: Sequence[str] = ()) -> None:
     store = Store(output_location(output))
     made = read_output(store).report()
+    if papers:
+        if not isinstance(made, Report):
+            raise SweepProblem(f"{store.uri} is a timing sweep: the papers' tables that are here have scores")
+        made = made.beside(papers)
     with _files(store, made) as files:
         show.console().print(made.rich())
         _say_where(store, files)
@@ -121,7 +140,8 @@ def _publish(store: Store, tracker: Tracker | None, finished: Finished) -> None:
 def _files(store: Store, made: Report | EfficiencyReport) -> Iterator[list[Path]]:
     """The report's files in the output, and on this machine for as long as the context lasts."""
     with TemporaryDirectory() as scratch:
-        files = made.write(store.folder.local or Path(scratch))
+        with reached(store.folder, "write"):
+            files = made.write(store.folder.local or Path(scratch))
         if store.folder.local is None:
             for path in files:
                 store.folder.write(path.name, path.read_bytes())

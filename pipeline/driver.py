@@ -13,23 +13,25 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from pipeline.cluster import ClusterError, actor_request, describe_cluster, error_text, node_is_alive
+from pipeline.cluster import ClusterError, actor_request, describe_cluster, error_text, living_nodes, node_is_alive
 from pipeline.estimate import Costs
 from pipeline.failed import failed_rows
 from pipeline.feed import SampleFeed
 from pipeline.lease import Lease
+from pipeline.losses import Loss
 from pipeline.plan import Plan
 from pipeline.progress import ProgressReport
 from pipeline.signals import stop_signals
-from pipeline.store import Store
+from pipeline.slot import Slot
+from pipeline.store import PATIENCE_S, Store, StoreError
 from pipeline.work import Agenda, Outcome, Work
 from workers.job import Job
+from workers.memory import OutOfMemory
 from workers.row import Row
 
 WAIT_S = 0.5
@@ -41,27 +43,6 @@ DRAIN_S = 1.0
 """``ray job stop`` kills after three seconds."""
 RECOUNT_S = 10.0
 """How often the cluster is asked whether it has grown."""
-
-
-@dataclass
-class Slot:
-    """One actor and what it is doing. ``waiting`` is a reference, or the stream of a running job."""
-
-    actor: Any
-    waiting: Any
-    phase: Literal["starting", "idle", "loading", "running", "suspect"] = "starting"
-    since: float = field(default_factory=time.monotonic)
-    model: str | None = None
-    node: str | None = None
-    work: Work | None = None
-    probed: float = 0.0
-
-    def enter(self, phase: Literal["idle", "loading", "running", "suspect"], waiting: Any = None) -> None:
-        self.phase, self.waiting, self.since = phase, waiting, time.monotonic()
-
-    @property
-    def age(self) -> float:
-        return time.monotonic() - self.since
 
 
 class Driver:
@@ -88,6 +69,8 @@ class Driver:
         self._room = 0
         self._recount_at = 0.0
         self._start_failures = 0
+        self._dry: set[str] = set()
+        """Models for which there is nothing to take until samples come, or work comes back."""
 
     def run(self) -> Outcome:
         """Work until nothing is left, a signal arrives or the failures trip. What is finished is always written."""
@@ -99,14 +82,25 @@ class Driver:
                         return self._outcome("another driver took this output over", None)
                 self._drain(DRAIN_S if received else 0.0)
             finally:
-                self._store.flush()
-                for slot in self._slots:
-                    ray.kill(slot.actor)
+                try:
+                    self._write_out(bool(received))
+                finally:
+                    for slot in self._slots:
+                        ray.kill(slot.actor)
         if received:
             return self._outcome(signal.Signals(received[0]).name, received[0])
         if self._agenda.tripped:
             return self._outcome(f"{self._cluster.max_failures} failures in a row with no success between them", None)
         return self._outcome("", None)
+
+    def _write_out(self, in_haste: bool) -> None:
+        """Write what is finished. A full disk may be emptied meanwhile; a signal leaves no time for that."""
+        try:
+            self._store.close(DRAIN_S if in_haste else PATIENCE_S)
+        except StoreError as error:
+            if not in_haste:
+                raise
+            self._progress.say(f"{error}; {self._store.unwritten} rows are lost, and run again next time")
 
     def _outcome(self, stopped: str, signum: int | None) -> Outcome:
         return Outcome(tuple(self._agenda.left_out), stopped, signum)
@@ -135,16 +129,18 @@ class Driver:
         wanted = min(self._room, self._agenda.waiting + len(self._busy()))
         while len(self._slots) < wanted:
             actor = self._new_actor()
-            self._slots.append(Slot(actor, actor.__ray_call__.remote(_node_id)))
+            self._slots.append(Slot(actor, actor.__ray_call__.remote(_node_id), around=living_nodes()))
 
     def _dispatch(self) -> None:
         for slot in self._slots:
             if slot.phase != "idle":
                 continue
             if slot.model is not None and self._agenda.needs(slot.model):
-                work = self._agenda.take(slot.model, self._feed.has)
+                work = None if slot.model in self._dry else self._agenda.take(slot.model, self._feed.has)
                 if work is not None:
                     self._start(slot, work)
+                else:
+                    self._dry.add(slot.model)
             elif self._agenda.next_model is not None:
                 model = self._agenda.next_model
                 slot.model = model.label
@@ -198,14 +194,13 @@ class Driver:
                 f"{self._request}, and the cluster has {describe_cluster()}; ask for less (cpus_per_actor, "
                 "gpus_per_actor), add nodes, or wait longer (ready_timeout_s)"
             )
-        stall = self._cluster.stall_timeout_s
         for slot in list(self._slots):
-            if slot.phase == "running" and stall is not None and slot.age > stall:
-                self._progress.say(f"no row for {stall:g} s from {slot.work and slot.work.group}: its actor is stopped")
-                slot.since = time.monotonic()
-                ray.kill(slot.actor)
-            elif slot.phase == "suspect":
+            if slot.phase == "suspect":
                 self._probe(slot)
+            elif not slot.condemned and (reason := slot.overdue(self._cluster)):
+                self._progress.say(f"{slot.work.group if slot.work else slot.model}: {reason}: its actor is stopped")
+                slot.condemned = reason
+                ray.kill(slot.actor)
 
     def _probe(self, slot: Slot) -> None:
         if slot.age > SUSPECT_S:
@@ -233,6 +228,7 @@ class Driver:
 
     def _samples_made(self, reference: Any) -> None:
         group, problem = self._feed.collect(reference)
+        self._dry.clear()
         if problem:
             self._progress.say(f"{group} is left out: {problem}")
             self._agenda.no_samples(group, problem)
@@ -244,7 +240,7 @@ class Driver:
         except StopIteration:
             self._job_ended(slot, "the job ended without a row for this sample")
         except RayTaskError as error:
-            self._raised(slot, error_text(error))
+            self._raised(slot, error_text(error), isinstance(error.cause, OutOfMemory))
         except ActorUnavailableError:
             if slot.phase != "suspect":
                 slot.enter("suspect")
@@ -296,14 +292,18 @@ class Driver:
         self._agenda.finished(work)
         if not self._agenda.is_open(work.group):
             self._feed.forget(work.group)
+            self._dry.clear()  # the next groups' samples may be there
 
-    def _raised(self, slot: Slot, error: str) -> None:
+    def _raised(self, slot: Slot, error: str, out_of_memory: bool) -> None:
         """An exception in the actor's code; the process lives on, but a job's may have left it in a bad state."""
         if slot.phase == "running":
             work, slot.work = slot.work, None
             assert work is not None
             self._dismiss(slot)
-            self._work_lost(work, error, free=False)
+            if out_of_memory:
+                self._memory_short(slot, work, error)
+            else:
+                self._work_lost(slot, work, error, free=False)
         elif slot.phase == "loading":
             self._load_failed(slot, error)
             slot.model = None
@@ -314,16 +314,20 @@ class Driver:
     def _load_failed(self, slot: Slot, error: str) -> None:
         assert slot.model is not None
         self._progress.say(f"{slot.model} cannot be loaded: {error}")
-        if self._agenda.load_failed(slot.model, error):
+        last = self._agenda.load_failed(slot.model, error)
+        attempt = self._agenda.load_failures(slot.model)
+        self._store.note(Loss(time.time(), f"model {slot.model}", [], 0, attempt, error, True, slot.node or ""))
+        if last:
             self._progress.say(f"{slot.model} is left out")
 
     def _lost(self, slot: Slot, error: str, preempted: bool) -> None:
         """The actor is gone. Its node's loss costs nothing; a death on a living node is a crash."""
         self._dismiss(slot)
-        free = preempted or not node_is_alive(slot.node)
+        free = preempted or not (node_is_alive(slot.node) if slot.node else slot.around <= living_nodes())
+        error = slot.condemned or error
         work, slot.work = slot.work, None
         if work is not None:
-            self._work_lost(work, error, free)
+            self._work_lost(slot, work, error, free)
         elif slot.phase == "loading" and not free:
             self._load_failed(slot, error)
         elif slot.phase == "starting" and not free:
@@ -331,7 +335,8 @@ class Driver:
             if self._start_failures >= START_TRIES:
                 raise ClusterError(f"cluster: actors die as they start: {error}")
 
-    def _work_lost(self, work: Work, error: str, free: bool) -> None:
+    def _work_lost(self, slot: Slot, work: Work, error: str, free: bool) -> None:
+        self._note(slot, work, error, counted=not free)
         if not work.missing:
             self._close(work, "")
         elif free:
@@ -341,6 +346,23 @@ class Driver:
             self._progress.say(f"an actor failed on {work.group}: {error}")
             if self._agenda.crashed(work):
                 self._close(work, f"it failed twice on this sample alone: {error}")
+
+    def _memory_short(self, slot: Slot, work: Work, error: str) -> None:
+        """What a job holds at once was too much for the device: less of it may fit."""
+        self._note(slot, work, error, counted=False)
+        if not work.missing:
+            self._close(work, "")
+        elif self._agenda.out_of_memory(work):
+            self._close(work, f"out of memory by itself: {error}")
+        else:
+            self._progress.say(f"out of memory on {work.group}: what is left runs in halves")
+
+    def _note(self, slot: Slot, work: Work, error: str, counted: bool) -> None:
+        """Keep why this attempt ended, since the rows that come in the end do not say; its work may be taken again."""
+        self._dry.clear()
+        samples = sorted(work.missing)
+        what, node = str(work.group), slot.node or ""
+        self._store.note(Loss(time.time(), what, samples, work.pairs, work.attempt, error, counted, node))
 
     def _dismiss(self, slot: Slot) -> None:
         ray.kill(slot.actor)

@@ -45,14 +45,13 @@ class Lease:
 
     def __enter__(self) -> Lease:
         with reached(self._folder, "write"):
-            holder = self._read()
-            if holder is not None and not _left_behind(holder):
-                raise LeaseHeld(_who(self._folder.uri, holder))
+            if (other := holder(self._folder)) is not None:
+                raise LeaseHeld(_who(self._folder.uri, other))
             self._write()
-            holder = self._read()
+            last = _read(self._folder)
         # Of two drivers that start in the same instant, the one that wrote last goes on.
-        if holder is None or holder["token"] != self._token:
-            raise LeaseHeld(_who(self._folder.uri, holder or {}))
+        if last is None or last["token"] != self._token:
+            raise LeaseHeld(_who(self._folder.uri, last or {}))
         self._renewal.start()
         return self
 
@@ -67,8 +66,8 @@ class Lease:
     def _renew(self) -> None:
         while not self._done.wait(RENEW_S):
             try:
-                holder = self._read()
-                if holder is not None and holder["token"] != self._token:
+                last = _read(self._folder)
+                if last is not None and last["token"] != self._token:
                     self.lost = True
                     return
                 self._write()
@@ -76,7 +75,7 @@ class Lease:
                 continue  # a storage hiccup: the lease holds for STALE_S
 
     def _write(self) -> None:
-        holder = {
+        ours = {
             "token": self._token,
             "machine": _machine(),
             "pid": os.getpid(),
@@ -84,16 +83,30 @@ class Lease:
             "started": self._started,
             "renewed": time.time(),
         }
-        self._folder.write(FILE, json.dumps(holder).encode())
+        self._folder.write(FILE, json.dumps(ours).encode())
 
-    def _read(self) -> dict[str, Any] | None:
-        content = self._folder.read(FILE)
-        if content is None:
-            return None
-        try:
-            return dict(json.loads(content))
-        except ValueError:
-            return None  # cut off in mid-write: nobody holds it
+
+def holder(folder: Folder) -> dict[str, Any] | None:
+    """What the driver that writes here now says of itself."""
+    last = _read(folder)
+    return None if last is None or _left_behind(last) else last
+
+
+def named(holder: dict[str, Any]) -> str:
+    """``process 7 of ada on machine, last seen 3 s ago``"""
+    age = int(time.time() - holder["renewed"])
+    machine = holder["machine"].split()[0]
+    return f"process {holder['pid']} of {holder['user']} on {machine}, last seen {age} s ago"
+
+
+def _read(folder: Folder) -> dict[str, Any] | None:
+    content = folder.read(FILE)
+    if content is None:
+        return None
+    try:
+        return dict(json.loads(content))
+    except ValueError:
+        return None  # cut off in mid-write: nobody holds it
 
 
 def _left_behind(holder: dict[str, Any]) -> bool:
@@ -128,9 +141,7 @@ def _user() -> str:
 def _who(uri: str, holder: dict[str, Any]) -> str:
     if not holder:
         return f"{uri} was just taken by another driver: run one driver per output"
-    age = int(time.time() - holder["renewed"])
     return (
-        f"{uri} is being written by another driver: process {holder['pid']} of {holder['user']} on "
-        f"{holder['machine'].split()[0]}, last seen {age} s ago; wait for it, stop it, or give another --output "
+        f"{uri} is being written by another driver: {named(holder)}; wait for it, stop it, or give another --output "
         f"(a driver not seen for {STALE_S:.0f} s counts as gone)"
     )

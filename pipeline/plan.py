@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,14 @@ import pyarrow as pa
 from kvcache.bounded import Bounded, grown
 from kvcache.budget import Budget
 from kvcache.method import Method, NotCalibrated
-from pipeline.spec import MethodEntry, SpecError, SweepFile, TaskEntry
+from pipeline.spec import SpecError, SweepFile, TaskEntry
 from pipeline.store import final_samples
 from tasks.prompt import uses_chat
 from tasks.registry import get_task
 from tasks.sources import DataSources
 from tasks.task import Task, TaskError
 from workers.description import ModelDescription, ModelError, calibrations_folder, describe
-from workers.job import CellSpec, EngineSpec, ModelSpec, TimingSpec
+from workers.job import CellSpec, EngineSpec, ModelSpec, Protocol, TimingSpec
 
 FULL = "full"
 FULL_BUDGET = Budget.parse("100%")
@@ -64,7 +65,7 @@ class Cell:
     def facts(self) -> dict[str, Any]:
         """The cell as JSON, as reports and trackers take it."""
         return {
-            **asdict(self.spec),
+            **vars(self.spec),
             "model": self.model,
             "task": self.task,
             "context": self.context,
@@ -90,7 +91,7 @@ class Group:
     timing: TimingSpec | None = None
     cells: tuple[Cell, ...] = ()
 
-    @property
+    @cached_property
     def key(self) -> tuple[str, str, int, int, int]:
         return self.model.label, self.task.name, self.context, self.data_seed, self.engine.row_width
 
@@ -138,7 +139,7 @@ class Grid:
         return [cell for group in self.groups for cell in group.cells]
 
     def manifest(self) -> dict[str, Any]:
-        """The grid as JSON: what a report needs besides the rows."""
+        """The grid as JSON, but for its cells: what a report needs besides the rows."""
         return {
             "name": self.sweep.name,
             "protocol": asdict(self.sweep.protocol),
@@ -149,7 +150,6 @@ class Grid:
                 model.label: asdict(model) | {"fingerprint": self.descriptions[model.label].fingerprint}
                 for model in self.sweep.models
             },
-            "cells": [cell.facts() for cell in self.cells],
         }
 
 
@@ -209,8 +209,8 @@ def expand(sweep: SweepFile, file: Path, sources: DataSources) -> Grid:
 def make_plan(grid: Grid, rows: pa.Table, limit: int | None = None, retry_failed: bool = False) -> Plan:
     """What is done and what is left. ``rows``: all that the output holds (cell_id, sample_index, status at least)."""
     finished = whole_repeats(grid, final_samples(rows, retry_failed))
-    wanted = {(cell.cell_id, index) for cell in grid.cells for index in range(limited(cell.samples, limit))}
-    done = Counter(cell for cell, _ in finished & wanted)
+    wanted = {cell.cell_id: limited(cell.samples, limit) for cell in grid.cells}
+    done = Counter(cell for cell, index in finished if index < wanted.get(cell, 0))
     jobs = tuple(_in_order(grid.sweep, grid.groups, finished, limit))
     return Plan(grid, limit, jobs, done)
 
@@ -240,11 +240,12 @@ def cell_id(
     description: ModelDescription,
     group: Group,
     task: list[Any],
-    method: Method,
+    method: list[Any],
     budget: Budget,
     method_seed: int,
 ) -> str:
-    """The hash of all that can change a cell's number. ``task``: its name, version and data recipe.
+    """The hash of all that can change a cell's number. ``task``: its name, version and data recipe; ``method``: its
+    identity.
 
     Not in it: the number of samples, labels, library versions, anything about the cluster.
     """
@@ -253,9 +254,9 @@ def cell_id(
         "tokenizer": description.tokenizer_fingerprint,
         "dtype": group.model.dtype,
         "attention": group.model.attention,
-        "engine": asdict(group.engine),
-        "protocol": asdict(sweep.protocol),
-        "method": method.identity,
+        "engine": _plain(group.engine),
+        "protocol": _plain(sweep.protocol),
+        "method": method,
         "budget": str(budget),
         "task": task,
         "context": group.context,
@@ -263,6 +264,12 @@ def cell_id(
     }
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=64)
+def _plain(shapes: EngineSpec | Protocol) -> dict[str, Any]:
+    """As every cell's hash takes them."""
+    return asdict(shapes)
 
 
 def _describe_models(sweep: SweepFile, file: Path) -> dict[str, ModelDescription]:
@@ -342,7 +349,8 @@ def _groups(sweep: SweepFile, model: ModelSpec, description: ModelDescription, s
     changes neither, there is one cell for all seeds.
     """
     model = replace(model, revision=description.revision or model.revision)  # what is loaded is what was hashed
-    yield from _timing_groups(sweep, model, description)
+    choices = list(_choices(sweep, description, model))
+    yield from _timing_groups(sweep, model, description, choices)
     for entry in sweep.tasks:
         task = get_task(entry.name, entry.settings)
         identity = [task.name, task.version, task.recipe(sources)]
@@ -353,11 +361,13 @@ def _groups(sweep: SweepFile, model: ModelSpec, description: ModelDescription, s
         for context in _contexts(sweep, entry, task):
             for data_seed, method_seeds in seeds.items():
                 group = Group(model, entry, context, data_seed, samples, task.generation_limit, sweep.engine)
-                cells = _cells(sweep, description, group, identity, method_seeds)
+                cells = _cells(sweep, description, group, identity, method_seeds, choices)
                 yield replace(group, cells=tuple(cells))
 
 
-def _timing_groups(sweep: SweepFile, model: ModelSpec, description: ModelDescription) -> Iterator[Group]:
+def _timing_groups(
+    sweep: SweepFile, model: ModelSpec, description: ModelDescription, choices: list[_Choice]
+) -> Iterator[Group]:
     """One group per length and batch, so that all methods of it run in turn on one device."""
     timing = sweep.timing
     if timing is None:
@@ -365,30 +375,52 @@ def _timing_groups(sweep: SweepFile, model: ModelSpec, description: ModelDescrip
     for tokens, batch in product(timing.prompt_tokens, timing.batch):
         engine, run = replace(sweep.engine, row_width=batch), TimingSpec(tokens, timing.new_tokens, timing.warmup)
         group = Group(model, TIMING, tokens, 0, timing.repeats, timing.new_tokens, engine, run)
-        cells = _cells(sweep, description, group, [TIMING.name, TIMING_VERSION, asdict(run)], [0])
+        cells = _cells(sweep, description, group, [TIMING.name, TIMING_VERSION, asdict(run)], [0], choices)
         yield replace(group, cells=tuple(cells))
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """A method at a budget, with its calibration of a model, or why it cannot run on it."""
+
+    label: str
+    method: Method
+    settings: dict[str, Any]
+    identity: list[Any]
+    budget: Budget
+    uncalibrated: str | None
+    verdicts: dict[tuple[int, int], str | None] = field(default_factory=dict)
+    """Why not, by length and new tokens: many groups share them."""
+
+
 def _cells(
-    sweep: SweepFile, description: ModelDescription, group: Group, task: list[Any], seeds: list[int]
+    sweep: SweepFile,
+    description: ModelDescription,
+    group: Group,
+    task: list[Any],
+    seeds: list[int],
+    choices: list[_Choice],
 ) -> Iterator[Cell]:
-    for entry, plain, budget in _method_budgets(sweep):
-        method, uncalibrated = _fitted(plain, description, group.model)
-        impossible = uncalibrated or _impossible(sweep, description, group, method, budget)
+    for choice in choices:
+        method, budget, shape = choice.method, choice.budget, (group.context, group.max_new_tokens)
+        if shape not in choice.verdicts:
+            why = choice.uncalibrated or _impossible(sweep, description, group, method, budget)
+            choice.verdicts[shape] = why
+        impossible = choice.verdicts[shape]
         for seed in dict.fromkeys(seed if method.stochastic else 0 for seed in seeds):
-            name = cell_id(sweep, description, group, task, method, budget, seed)
-            spec = CellSpec(name, method.name, method.settings(), str(budget), seed, entry.shown)
+            name = cell_id(sweep, description, group, task, choice.identity, budget, seed)
+            spec = CellSpec(name, method.name, choice.settings, str(budget), seed, choice.label)
             where = group.model.label, group.task.name, group.context, group.data_seed
             yield Cell(spec, *where, group.samples, impossible, group.batch)
 
 
-def _method_budgets(sweep: SweepFile) -> Iterator[tuple[MethodEntry, Method, Budget]]:
+def _choices(sweep: SweepFile, description: ModelDescription, model: ModelSpec) -> Iterator[_Choice]:
     """The full cache and methods with an operating point of their own once, every other method at every budget."""
     for entry in sweep.methods:
-        method = entry.method()
+        method, uncalibrated = _fitted(entry.method(), description, model)
         once = FULL_BUDGET if method.name == FULL else NO_BUDGET if method.fixed else None
         for budget in sweep.budgets if once is None else [once]:
-            yield entry, method, budget
+            yield _Choice(entry.shown, method, method.settings(), method.identity, budget, uncalibrated)
 
 
 def _fitted(method: Method, description: ModelDescription, model: ModelSpec) -> tuple[Method, str | None]:

@@ -134,7 +134,10 @@ class Finished:
             return 128 + self.outcome.signal
         if self.outcome.stopped:
             return 3
-        return int(bool(self.outcome.left_out) or (self.failed > 0 and not failures_ok))
+        left_out = sum(part.pairs for part in self.outcome.left_out)
+        if failures_ok and left_out < self.plan.total:
+            return 0
+        return int(left_out > 0 or (self.failed > 0 and not failures_ok))
 
 
 def run_sweep(

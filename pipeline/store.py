@@ -3,6 +3,7 @@
     OUTPUT/
       parts/<time>-<id>.parquet     rows, at most a few seconds apart; written once, never touched again
       parts/<...>.parquet.corrupt   a part that could not be read: set aside, its rows run again
+      lost/<time>-<id>.json         attempts that ended without their rows, and why (pipeline.losses)
       sweep.yaml, plan.json         what was asked, and the cells that it means
       lease.json                    the driver that writes here now
 
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
@@ -32,12 +34,19 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from pipeline.errors import SweepProblem
+from pipeline.losses import Loss
 from workers.row import Row
 
 SCHEMA_VERSION = 1
 VERSION_KEY = b"kvsweep.schema"
 FLUSH_ROWS = 64
 FLUSH_S = 10.0
+SPACING_S = 1.0
+"""However fast rows come, parts are this far apart: each costs the driver time, and every reader more."""
+MOST_ROWS = 4096
+"""But no more rows than this are held for it."""
+RETRY_S = 5.0
+"""How long storage that failed is left alone."""
 PATIENCE_S = 300.0
 """How long writes may fail before the sweep does."""
 
@@ -46,6 +55,12 @@ log = logging.getLogger("kvsweep.store")
 
 class StoreError(SweepProblem):
     """An output that cannot be read or written, and what to do about it."""
+
+
+class StorageLost(StoreError):
+    """Writes have failed for longer than a sweep waits: what was not written runs again."""
+
+    exit_code = 3
 
 
 @contextmanager
@@ -97,11 +112,15 @@ class Folder:
         self._filesystem.create_dir(final.rsplit("/", 1)[0], recursive=True)
         temporary = f"{final}.{uuid.uuid4().hex[:8]}.tmp"
         if self.local is not None:
-            with open(temporary, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, final)
+            try:
+                with open(temporary, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, final)
+            except OSError:
+                Path(temporary).unlink(missing_ok=True)  # on a full disk it would hold what little room there is
+                raise
         else:
             with self._filesystem.open_output_stream(temporary) as stream:
                 stream.write(content)
@@ -129,13 +148,19 @@ class Store:
     def __init__(self, output: str) -> None:
         self.folder = Folder(output)
         self._pending: list[Row] = []
+        self._losses: list[Loss] = []
         self._oldest = 0.0
-        self._retry_at = 0.0
+        self._not_before = 0.0
         self._failing_since: float | None = None
 
     @property
     def uri(self) -> str:
         return self.folder.uri
+
+    @property
+    def unwritten(self) -> int:
+        """Rows that are in memory alone."""
+        return len(self._pending)
 
     def add(self, rows: Sequence[Row]) -> None:
         if not rows:
@@ -145,33 +170,58 @@ class Store:
         self._pending.extend(rows)
         self.flush_if_due()
 
+    def note(self, loss: Loss) -> None:
+        """Keep why an attempt was lost; it is written with the next rows."""
+        self._losses.append(loss)
+
     def flush_if_due(self) -> None:
         """Write by number or age. Storage that is out of reach is tried again, for a while."""
         now = time.monotonic()
         due = len(self._pending) >= FLUSH_ROWS or (self._pending and now - self._oldest >= FLUSH_S)
-        if not due or now < self._retry_at:
-            return
+        full = len(self._pending) >= MOST_ROWS and self._failing_since is None
+        if full or (due and now >= self._not_before):
+            self._try_to_flush(PATIENCE_S)
+
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """Write all that is left, trying for so long. Raises :class:`StorageLost`."""
+        while not self._try_to_flush(patience_s):
+            time.sleep(min(RETRY_S, patience_s))
+
+    def _try_to_flush(self, patience_s: float) -> bool:
+        """False if storage failed, and is to be tried again. Raises :class:`StorageLost` at the end of patience."""
+        now = time.monotonic()
         try:
             self.flush()
         except StoreError as error:
             self._failing_since = self._failing_since or now
-            if now - self._failing_since > PATIENCE_S:
-                raise
-            self._retry_at = now + FLUSH_S
+            if now - self._failing_since >= patience_s:
+                raise StorageLost(str(error)) from None
+            self._not_before = now + RETRY_S
             log.warning("%s; %d rows are kept and written later", error, len(self._pending))
-        else:
-            self._failing_since = None
+            return False
+        self._failing_since = None
+        self._not_before = now + SPACING_S
+        return True
 
     def flush(self) -> None:
         """Write the collected rows as one part. They are kept if writing fails."""
-        if not self._pending:
-            return
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist([vars(row) for row in self._pending], schema=row_schema()), sink)
-        name = f"parts/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:12]}.parquet"
-        with reached(self.folder, "write"):
-            self.folder.write(name, sink.getvalue().to_pybytes())
-        self._pending.clear()
+        if self._pending:
+            sink = pa.BufferOutputStream()
+            pq.write_table(rows_table(self._pending), sink)
+            with reached(self.folder, "write"):
+                self.folder.write(f"parts/{_unique_name()}.parquet", sink.getvalue().to_pybytes())
+            self._pending.clear()
+        if self._losses:
+            with reached(self.folder, "write"):
+                self.folder.write(f"lost/{_unique_name()}.json", json.dumps(list(map(vars, self._losses))).encode())
+            self._losses.clear()
+
+    def losses(self) -> list[Loss]:
+        """Attempts that ended without their rows, in the order in which they were noted."""
+        with reached(self.folder, "read"):
+            contents = [self.folder.read(name) for name in self.folder.list("lost", ".json")]
+        kept = [Loss(**fields) for content in contents if content is not None for fields in json.loads(content)]
+        return sorted(kept, key=lambda loss: loss.at)
 
     def rows(self) -> pa.Table:
         """One row per (cell, sample), the newest successful one first, in the order of cells and samples."""
@@ -185,7 +235,7 @@ class Store:
         """Keep the sweep file's text and what it was expanded to."""
         with reached(self.folder, "write"):
             self.folder.write("sweep.yaml", sweep_file.encode())
-            self.folder.write("plan.json", json.dumps(manifest, indent=1).encode())
+            self.folder.write("plan.json", json.dumps(manifest).encode())
 
     def has_plan(self) -> bool:
         return self._plan() is not None
@@ -220,11 +270,13 @@ class Store:
             version = int((file.schema_arrow.metadata or {}).get(VERSION_KEY, 0))
             table = file.read(columns=[column for column in wanted.names if column in file.schema_arrow.names])
         except (pa.ArrowException, OSError) as error:
-            self.folder.rename(name, f"{name}.corrupt")
+            try:
+                self.folder.rename(name, f"{name}.corrupt")
+                fate = "set aside as .corrupt"
+            except OSError as refusal:
+                fate = f"left out, and in place ({_one_line(refusal)})"
             log.warning(
-                "%s is damaged (%s): set aside as .corrupt, its rows will run again",
-                self.folder.path(name),
-                _one_line(error),
+                "%s is damaged (%s): %s, its rows will run again", self.folder.path(name), _one_line(error), fate
             )
             return None
         if version > SCHEMA_VERSION:
@@ -232,6 +284,14 @@ class Store:
         return _conform(table, wanted)
 
 
+def rows_table(rows: Sequence[Row]) -> pa.Table:
+    """Rows as the parts hold them."""
+    schema = row_schema()
+    columns = [pa.array([getattr(row, name) for row in rows], schema.field(name).type) for name in schema.names]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+@lru_cache(maxsize=1)
 def row_schema() -> pa.Schema:
     """The Parquet schema of :class:`workers.row.Row`, in the order of its fields."""
     types = typing.get_type_hints(Row)
@@ -299,6 +359,11 @@ def without_secrets(uri: str) -> str:
     """A URI as it may be shown: a user name and a password, or an access key, are left out."""
     parts = urlsplit(uri)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+
+
+def _unique_name() -> str:
+    """Sorted by time."""
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:12]}"
 
 
 def _one_line(error: object) -> str:

@@ -6,6 +6,8 @@ two crashes of a lone sample  make it poison: a failed row for each cell it was 
 of isolated runs              a repeat that was cut short runs as a whole, since its cells are compared with each other;
                               after two crashes each cell is tried by itself, and after two more it is poison
 an exception of a whole job   counts as a crash (a sample's own exception comes back as a failed row, and is final)
+out of memory                 costs nothing as long as less can be tried: half of the samples, then half of the cells of
+                              a lone sample; a cell that is alone on its device is recorded
 a model that does not load    is tried twice, then its cells are left out; they run when the sweep is run again
 failures in a row             stop the sweep when there are ``max_failures`` with no success between them
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pipeline.plan import Group, Shard
 from workers.job import ModelSpec
@@ -32,6 +35,8 @@ class Work:
     crashes: int = 0
     alone: bool = False
     """Whether it was sent out with a single sample, or a single cell of isolated runs."""
+    sent: int = 0
+    """Pairs that it was sent out with."""
     whole: dict[int, set[str]] = field(default_factory=dict)
     """What it was before anything came in."""
 
@@ -69,12 +74,17 @@ class Work:
             self.missing = {index: set(self.whole[index]) for index in self.missing}
 
     def parts(self) -> list[Work]:
-        """Halves; of isolated runs, each cell by itself."""
+        """Halves, of a lone sample's cells where there is but one sample; of isolated runs, each cell by itself."""
         if self.group.timing:
             cells = sorted(set().union(*self.missing.values()))
             by_cell = [{index: {cell} for index, own in self.missing.items() if cell in own} for cell in cells]
             return [Work(self.group, missing, attempt=self.attempt) for missing in by_cell]
         indices = sorted(self.missing)
+        if len(indices) == 1:
+            (index,), cells = indices, sorted(self.missing[indices[0]])
+            middle = len(cells) // 2
+            shares = [{index: set(cells[:middle])}, {index: set(cells[middle:])}]
+            return [Work(self.group, missing, attempt=self.attempt) for missing in shares]
         middle = len(indices) // 2
         return [
             Work(self.group, {index: self.missing[index] for index in part}, attempt=self.attempt)
@@ -107,7 +117,11 @@ class Agenda:
         self.left_out: list[LeftOut] = []
         self._waiting = deque(Work.of(shard) for shard in shards)
         self._open = Counter(work.group.key for work in self._waiting)
-        self._groups = {work.group.key: work.group for work in self._waiting}
+        self._stages: dict[tuple[str, int], dict[Hashable, Group]] = {}
+        """Open groups by model and context, in order."""
+        for work in self._waiting:
+            stage = work.group.model.label, work.group.context
+            self._stages.setdefault(stage, {})[work.group.key] = work.group
         self._max_failures = max_failures
         self._in_a_row: set[Hashable] = set()
         self._load_failures: Counter[str] = Counter()
@@ -135,11 +149,7 @@ class Agenda:
 
     def upcoming(self) -> list[Group]:
         """Groups whose samples will be needed soon: of the present model and context, and of the next."""
-        stages: dict[tuple[str, int], list[Group]] = {}
-        for group in self._groups.values():
-            if self.is_open(group):
-                stages.setdefault((group.model.label, group.context), []).append(group)
-        return [group for stage in list(stages.values())[:2] for group in stage]
+        return [group for stage in islice(self._stages.values(), 2) for group in stage.values()]
 
     def take(self, model: str, ready: Callable[[Group], bool]) -> Work | None:
         """The next work for a loaded model whose samples are there."""
@@ -147,6 +157,7 @@ class Agenda:
             if work.group.model.label == model and ready(work.group):
                 del self._waiting[position]
                 work.attempt += 1
+                work.sent = work.pairs
                 alone = work.single
                 if alone and not work.alone:
                     work.crashes = 0  # they were another sample's, or not: this one is to be judged by itself
@@ -155,7 +166,13 @@ class Agenda:
         return None
 
     def finished(self, work: Work) -> None:
-        self._open[work.group.key] -= 1
+        group = work.group
+        self._open[group.key] -= 1
+        if not self.is_open(group):
+            stage = group.model.label, group.context
+            del self._stages[stage][group.key]
+            if not self._stages[stage]:
+                del self._stages[stage]
 
     def succeeded(self) -> None:
         self._in_a_row.clear()
@@ -179,10 +196,26 @@ class Agenda:
             return False
         if work.single:
             return True
+        self._split(work)
+        return False
+
+    def out_of_memory(self, work: Work) -> bool:
+        """It needed more than there is. True if it was a single pair, which had the device to itself."""
+        if work.sent == 1:
+            return True
+        if work.pairs == 1:
+            self._waiting.appendleft(work)
+        else:
+            self._split(work)
+        return False
+
+    def _split(self, work: Work) -> None:
         parts = work.parts()
         self._waiting.extendleft(reversed(parts))
         self._open[work.group.key] += len(parts) - 1
-        return False
+
+    def load_failures(self, model: str) -> int:
+        return self._load_failures[model]
 
     def load_failed(self, model: str, reason: str) -> bool:
         """Count a failed load; True if it was the last try, and the model's work is now left out."""

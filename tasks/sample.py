@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,14 @@ class Sample:
     repeat: int = 0
     meta: dict[str, object] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def sample_id(self) -> str:
         """Hash of everything that reaches the model or the metric, and of ``repeat``; not of ``index`` and ``meta``."""
         content = asdict(self)
         del content["index"], content["meta"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def document_name(text: str) -> str:
+    """For ``meta["document"]``: samples about one text share it, and reports take them as one observation."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -6,6 +6,8 @@ What a sample does to its actor is written in its question:
     fail      a failed row for each cell          raise   an exception of the whole job
     die       the process is killed, every time   once    the process is killed, the first time
     hang      no row, for a long time
+    large     out of memory, unless it is alone  huge   out of memory
+    stall     no last row, for a long time
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from kvcache.method import Method
 from tasks.sample import Sample
 from workers.description import ModelDescription, ModelError
 from workers.job import Job, ModelSpec
+from workers.memory import OutOfMemory
 from workers.row import Row
 from workers.samples import SampleRequest
 
@@ -154,6 +157,8 @@ class StubWorker:
             raise ModelError(f"model {model.label!r}: the weights are broken")
         if model.source == "deadly":
             os.kill(os.getpid(), signal.SIGKILL)
+        if model.source == "endless":
+            time.sleep(60)
         return {"device": "stub", "node": socket.gethostname(), "numerics": "stub", "versions": "{}", "load_s": 0.0}
 
     def run(self, job: Job) -> Iterator[list[Row]]:
@@ -166,11 +171,14 @@ class StubWorker:
             raise RuntimeError("the whole job\nwent wrong")
         if sample.question == "hang":
             time.sleep(60)
+        if sample.question == "huge" or (sample.question == "large" and len(job.samples) > 1):
+            raise OutOfMemory("no room")
         for number, cell_id in enumerate(job.pending[sample.sample_id]):
             if sample.question == "die" or (sample.question == "once" and number == 1 and _first_time(sample)):
                 time.sleep(ARRIVAL_S if number else 0)
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(self.delay_s)
+            last = number == len(job.pending[sample.sample_id]) - 1
+            time.sleep(60 if sample.question == "stall" and last else self.delay_s)
             cell = cells[cell_id]
             failed = sample.question == "fail"
             yield [

@@ -102,7 +102,7 @@ def test_debug_shows_where(tmp_path: Path) -> None:
 def test_a_fault_of_its_own_is_one_line(tmp_path: Path) -> None:
     code = (
         "import sys, pipeline.commands as commands; from pipeline.cli import main\n"
-        "def broken(output): raise ZeroDivisionError('at\\nlarge')\n"
+        "def broken(*given): raise ZeroDivisionError('at\\nlarge')\n"
         "commands.status = broken; sys.exit(main(sys.argv[1:]))"
     )
     done = python("-c", code, "status", "x")
@@ -124,7 +124,7 @@ def test_an_unknown_option_is_bad_input(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_an_interrupt_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(output: str) -> None:
+    def interrupted(*given: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "status", interrupted)
@@ -304,6 +304,54 @@ def test_a_limited_run_is_partial_until_the_rest_is_there(
     assert marks() == {"asked": (None, 4), "rows": [2, 2, 0, 0], **complete}
     assert main(["run", str(file), "--limit", "2"]) == 0
     assert marks() == {"asked": (2, 2), "rows": [2, 2, 0, 0], **complete}
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "options", "models", "code"),
+    [
+        ({}, [], ["tiny"], 0),
+        ({1: "fail"}, [], ["tiny"], 1),
+        ({1: "fail"}, ["--failures-ok"], ["tiny"], 0),
+        ({}, [], ["broken", "tiny"], 1),
+        ({}, ["--failures-ok"], ["broken", "tiny"], 0),
+        ({}, ["--failures-ok"], ["broken"], 1),
+        ({index: "fail" for index in range(4)}, ["--failures-ok"], ["tiny"], 3),
+    ],
+    ids=["all done", "rows failed", "which is ok", "no model", "which is ok too", "nothing ran", "breaker"],
+)
+def test_every_end_has_its_exit_code(
+    tmp_path: Path,
+    stub_run: None,
+    monkeypatch: pytest.MonkeyPatch,
+    behaviour: dict[int, str],
+    options: list[str],
+    models: list[str],
+    code: int,
+) -> None:
+    monkeypatch.setattr(pipeline.run.samples, "make_samples", stub_worker.samples(behaviour))
+    file = write(
+        tmp_path,
+        samples=4,
+        models=[{"label": source, "source": source} for source in models],
+        output=str(tmp_path / "out"),
+        mlflow={"enabled": False},
+        cluster={"max_failures": 3, "samples_per_job": 1},
+    )
+    assert main(["run", str(file), *options]) == code
+
+
+def test_failed_rows_stay_failed_until_asked_for(
+    tmp_path: Path, stub_run: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pipeline.run.samples, "make_samples", stub_worker.samples({1: "fail"}))
+    file = write(tmp_path, samples=4, output=str(tmp_path / "out"), mlflow={"enabled": False})
+    assert main(["run", str(file)]) == 1
+    monkeypatch.setattr(pipeline.run.samples, "make_samples", stub_worker.samples())
+    assert main(["run", str(file)]) == 1
+    assert "2 rows failed: see the report; run again with --retry-failed once the cause is mended" in (
+        capsys.readouterr().out
+    )
+    assert main(["run", str(file), "--retry-failed"]) == 0
 
 
 def test_a_prompt_beyond_the_model_ends_a_run_before_any_actor_starts(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +45,33 @@ def test_work_of_a_lost_node_runs_elsewhere_and_is_no_crash(tmp_path: Path, clus
     opened = open_sweep(file, RunOptions())
     assert opened.store.rows().num_rows == 180
     assert_nothing_was_run_twice(opened)
+
+
+@pytest.mark.parametrize("how", ["ray drain-node", "SIGTERM to its raylet"])
+def test_a_pre_empted_node_costs_no_try(tmp_path: Path, cluster: Any, how: str) -> None:
+    """A drained node takes nothing new, and goes when its cloud takes it away."""
+    first, _second = (cluster.add_node(num_cpus=1) for _ in range(2))
+    file = write(tmp_path, samples=100, cluster={"address": cluster.address, "max_actors": 2, "max_failures": 1})
+    process = command("run", file)
+    wait_for_a_part(tmp_path, process)
+    if how == "SIGTERM to its raylet":
+        (raylet,) = first.all_processes["raylet"]
+        raylet.process.send_signal(signal.SIGTERM)
+    else:
+        drain = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", first.node_id]
+        drain += ["--address", cluster.address, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+        drain += ["--reason-message", "spot", "--deadline-remaining-seconds", "1"]
+        subprocess.run(drain, check=True, capture_output=True, timeout=60)
+        cluster.remove_node(first, allow_graceful=False)
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    assert "a node was lost" in said
+    opened = open_sweep(file, RunOptions())
+    assert opened.store.rows().num_rows == 300
+    assert_nothing_was_run_twice(opened)
+    losses = opened.store.losses()
+    assert losses
+    assert not any(loss.counted for loss in losses)
 
 
 def test_a_node_that_comes_later_is_used(tmp_path: Path, cluster: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,12 @@ import yaml
 from stub_worker import StubWorker
 from test_spec import sweep
 
+import pipeline.cluster
 import pipeline.driver
-from pipeline.cluster import ClusterError
+import pipeline.store
+from pipeline.cluster import ClusterError, Request
 from pipeline.run import Finished, Opened, RunOptions, open_sweep, run_sweep
+from pipeline.store import StorageLost
 from tasks.sample import Sample
 from tasks.sources import DataError
 from workers.samples import SampleRequest
@@ -175,6 +181,10 @@ def test_a_sample_that_always_kills_its_actor_is_found_and_fails_alone(tmp_path:
     assert len(errors) == 1
     assert errors.pop().startswith("it failed twice on this sample alone: ActorDiedError")
     assert finished.exit_code(False) == 1
+    losses = opened.store.losses()
+    assert [(loss.attempt, loss.samples) for loss in losses[:2]] == [(1, [2, 3]), (2, [2, 3])]
+    assert [loss.samples for loss in losses[2:]] == [[2], [2]]
+    assert all(loss.counted and loss.reason.startswith("ActorDiedError") for loss in losses)
 
 
 def test_the_loss_of_a_node_costs_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +196,7 @@ def test_the_loss_of_a_node_costs_no_try(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(marks.iterdir())) == 2
     assert opened.store.rows().num_rows == 12
     assert finished.exit_code(False) == 0
+    assert [loss.counted for loss in opened.store.losses()] == [False, False]
 
 
 @pytest.mark.parametrize("source", ["broken", "deadly"])
@@ -197,7 +208,95 @@ def test_a_model_that_does_not_load_is_left_out_alone(tmp_path: Path, source: st
     (left,) = finished.outcome.left_out
     assert (left.what, left.pairs) == ("model bad", 12)
     assert ("the weights are broken" in left.reason) == (source == "broken")
-    assert finished.exit_code(failures_ok=True) == 1
+    assert (finished.exit_code(failures_ok=False), finished.exit_code(failures_ok=True)) == (1, 0)
+    assert [(loss.what, loss.attempt, loss.counted) for loss in opened.store.losses()] == [
+        ("model bad", 1, True),
+        ("model bad", 2, True),
+    ]
+
+
+def test_a_sweep_of_which_nothing_could_run_is_never_well(tmp_path: Path) -> None:
+    _, finished = drive(write(tmp_path, models=[{"label": "bad", "source": "broken"}]))
+    assert (finished.exit_code(failures_ok=False), finished.exit_code(failures_ok=True)) == (1, 1)
+
+
+def test_a_model_that_is_not_loaded_in_time_is_left_out(tmp_path: Path) -> None:
+    models = [{"label": "endless", "source": "endless"}, {"label": "tiny", "source": "tiny"}]
+    opened, finished = drive(write(tmp_path, models=models, cluster={"job_timeout_s": 2}))
+    assert opened.store.rows().num_rows == 12
+    assert [(left.what, left.reason) for left in finished.outcome.left_out] == [
+        ("model endless", "not done after 2 s (job_timeout_s)")
+    ]
+
+
+def test_a_job_has_a_time_limit_and_keeps_what_it_yielded(tmp_path: Path) -> None:
+    file = write(tmp_path, samples=2, cluster={"job_timeout_s": 2})
+    opened, finished = drive(file, stub_worker.samples({1: "stall"}))
+    rows = opened.store.rows().to_pylist()
+    assert sorted(row["status"] for row in rows if row["sample_index"] == 1) == ["failed", "ok", "ok"]
+    errors = {row["error"] for row in rows if row["status"] == "failed"}
+    assert errors == {"it failed twice on this sample alone: not done after 2 s (job_timeout_s)"}
+    assert_nothing_was_run_twice(opened)
+    assert finished.exit_code(False) == 1
+
+
+def test_what_needs_the_device_to_itself_is_halved_until_it_fits(tmp_path: Path) -> None:
+    file = write(tmp_path, samples=8, cluster={"samples_per_job": 8, "max_failures": 1})
+    opened, finished = drive(file, stub_worker.samples({5: "large"}))
+    assert opened.store.rows()["status"].to_pylist() == ["ok"] * 24
+    assert finished.exit_code(False) == 0
+    assert [(loss.samples, loss.counted) for loss in opened.store.losses()] == [([5, 6, 7], False)]
+
+
+def test_what_fits_nowhere_is_recorded_pair_by_pair_without_its_neighbours(tmp_path: Path) -> None:
+    opened, finished = drive(write(tmp_path, cluster={"samples_per_job": 4}), stub_worker.samples({1: "huge"}))
+    assert statuses(opened) == {0: {"ok"}, 1: {"failed"}, 2: {"ok"}, 3: {"ok"}}
+    errors = {one["error"] for one in opened.store.rows().to_pylist() if one["status"] == "failed"}
+    assert errors == {"out of memory by itself: OutOfMemory: no room"}
+    assert_nothing_was_run_twice(opened)
+    assert (finished.failed, finished.exit_code(False)) == (3, 1)
+
+
+@contextmanager
+def full_disk(opened: Opened, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Nothing can be written for so long, from the first try on. Yields the names that were tried meanwhile."""
+    write, refused = opened.store.folder.write, []
+    ends = [0.0]
+
+    def full(name: str, content: bytes) -> None:
+        if name.startswith("parts/"):
+            ends[0] = ends[0] or time.monotonic() + seconds
+            if time.monotonic() < ends[0]:
+                refused.append(name)
+                raise OSError(errno.ENOSPC, "No space left on device")
+        write(name, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opened.store.folder, "write", full)
+        patch.setattr(pipeline.store, "RETRY_S", 0.2)
+        yield refused
+
+
+def test_a_disk_that_is_full_at_the_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = RunOptions()
+    opened = open_sweep(write(tmp_path), options)
+    with full_disk(opened, 1.0, monkeypatch) as refused:
+        finished = run_sweep(opened, options, StubWorker, stub_worker.samples())
+    assert len(refused) > 1
+    assert opened.store.rows().num_rows == 12
+    assert finished.exit_code(False) == 0
+
+
+def test_storage_that_stays_away_ends_the_sweep_with_a_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = RunOptions()
+    opened = open_sweep(write(tmp_path), options)
+    monkeypatch.setattr(pipeline.driver, "PATIENCE_S", 0.3)
+    with full_disk(opened, 60, monkeypatch), pytest.raises(StorageLost, match="No space left") as raised:
+        run_sweep(opened, options, StubWorker, stub_worker.samples())
+    assert raised.value.exit_code == 3
+    assert opened.store.folder.read("lease.json") is None
 
 
 def test_samples_that_cannot_be_made_leave_out_their_task(tmp_path: Path) -> None:
@@ -229,6 +328,43 @@ def test_an_actor_that_yields_nothing_is_stopped(tmp_path: Path, monkeypatch: py
     opened, finished = drive(file, stub_worker.samples({0: "hang"}))
     assert statuses(opened) == {0: {"failed"}}
     assert finished.exit_code(False) == 1
+
+
+class Stillborn(StubWorker):
+    """Dies as it starts, the first four times."""
+
+    def __init__(self) -> None:
+        births = Path(os.environ["BIRTHS"])
+        (births / str(os.getpid())).touch()
+        if len(list(births.iterdir())) < 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("nodes_go", [True, False])
+def test_actors_that_die_as_they_start_are_a_clear_message_unless_nodes_go_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes_go: bool
+) -> None:
+    births = tmp_path / "births"
+    births.mkdir()
+    names = itertools.count()
+    monkeypatch.setattr(pipeline.driver, "living_nodes", lambda: frozenset({str(next(names) if nodes_go else 0)}))
+    monkeypatch.setattr(pipeline.cluster.Request, "options", with_variables(BIRTHS=str(births)))
+    options = RunOptions()
+    opened = open_sweep(write(tmp_path), options)
+    if nodes_go:
+        assert run_sweep(opened, options, Stillborn, stub_worker.samples()).exit_code(False) == 0
+        assert len(list(births.iterdir())) == 5
+    else:
+        with pytest.raises(ClusterError, match="cluster: actors die as they start: ActorDiedError") as raised:
+            run_sweep(opened, options, Stillborn, stub_worker.samples())
+        assert raised.value.exit_code == 3
+        assert len(list(births.iterdir())) == 3
+
+
+def with_variables(**variables: str) -> Callable[[Request], dict[str, Any]]:
+    """An actor's options, with these in its environment."""
+    plain = Request.options
+    return lambda request: plain(request) | {"runtime_env": {"env_vars": variables}}
 
 
 def test_an_actor_that_finds_no_room_is_a_clear_message(tmp_path: Path) -> None:
@@ -284,6 +420,19 @@ def test_a_killed_driver_is_continued_without_repeats_and_keeps_others_out(tmp_p
     assert f"{kept}/180 rows" in said
     assert_nothing_was_run_twice(opened)
     assert results(opened) == results(expected)
+
+
+def test_a_driver_that_is_stopped_before_it_runs_anything_gives_its_lease_back(tmp_path: Path) -> None:
+    file = write(tmp_path, samples=60)
+    process = command("run", file, delay_s=0.02)
+    while not (tmp_path / "out" / "plan.json").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out" / "lease.json").exists()
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

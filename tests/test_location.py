@@ -67,6 +67,7 @@ def test_reading_commands_look_where_a_sweep_writes(
 
     monkeypatch.setenv(ROOT, str(tmp_path))
     monkeypatch.setattr(commands, "read_output", read)
+    monkeypatch.setattr(commands, "read_status", read)
     for command in (
         lambda: commands.status("results/x"),
         lambda: commands.compare("results/x", "a", "b", False),

@@ -230,7 +230,7 @@ def test_a_limit_takes_the_first_samples_of_the_same_cells(tmp_path: Path) -> No
 
 
 def test_the_manifest_says_how_many_samples_a_cell_is_to_have(tmp_path: Path) -> None:
-    cells = plan(tmp_path, limit=2, samples=5).grid.manifest()["cells"]
+    cells = plan(tmp_path, limit=2, samples=5).manifest()["cells"]
     assert [(cell["method"], cell["budget"], cell["expected"], cell["impossible"]) for cell in cells] == [
         ("full", "100%", 5, ""),
         ("window", "10%", 5, ""),

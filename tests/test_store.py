@@ -20,6 +20,7 @@ from stub_worker import row
 import pipeline.lease
 import pipeline.store
 from pipeline.lease import FILE, Lease, LeaseHeld
+from pipeline.losses import Loss
 from pipeline.store import Folder, Store, StoreError, final_samples, newest_successful, row_schema
 from workers.row import Row
 
@@ -53,6 +54,7 @@ def test_the_schema_is_versioned_in_the_file(store: Store) -> None:
 
 def test_rows_are_written_by_number_and_by_age(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline.store, "FLUSH_ROWS", 3)
+    monkeypatch.setattr(pipeline.store, "SPACING_S", 0.0)
     store.add([row("c", 0), row("c", 1)])
     assert parts(store) == []
     store.add([row("c", 2)])
@@ -89,11 +91,44 @@ def test_rows_that_cannot_be_written_are_kept(store: Store, monkeypatch: pytest.
     assert store.rows().num_rows == 1
 
 
+def test_a_write_that_fails_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add([row("c", 0)])
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", full_disk)
+        with pytest.raises(StoreError, match="No space left"):
+            store.flush()
+    assert store.folder.local is not None
+    assert list((store.folder.local / "parts").iterdir()) == []
+
+
+def test_parts_are_a_second_apart_however_many_rows_come(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.store, "FLUSH_ROWS", 1)
+    for index in range(10):
+        store.add([row("c", index)])
+    assert (len(parts(store)), store.unwritten) == (1, 9)
+    store.close()
+    assert store.rows().num_rows == 10
+
+
+def test_why_attempts_were_lost_is_kept_with_the_rows(store: Store) -> None:
+    losses = [Loss(float(at), "vt", [at], 2, 1, "ActorDiedError: it died", counted=True, node="n") for at in range(2)]
+    for loss in reversed(losses):
+        store.note(loss)
+        store.flush()
+    assert Store(store.uri).losses() == losses
+    assert str(losses[1]) == "vt, samples 1, attempt 1: ActorDiedError: it died"
+
+
 def test_storage_out_of_reach_is_tried_again_for_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name: str, content: bytes) -> None:
         raise OSError("no route to host")
 
     monkeypatch.setattr(pipeline.store, "FLUSH_S", 0.0)
+    monkeypatch.setattr(pipeline.store, "RETRY_S", 0.0)
     with monkeypatch.context() as broken:
         broken.setattr(store.folder, "write", unreachable)
         store.add([row("c", 0)])

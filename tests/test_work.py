@@ -62,6 +62,37 @@ def test_a_sample_is_poison_only_when_it_crashes_twice_alone() -> None:
     assert agenda.crashed(take(agenda))
 
 
+def test_out_of_memory_halves_samples_then_the_cells_of_one_and_costs_no_try() -> None:
+    agenda = Agenda([shard(range(3))], 1)
+    assert not agenda.out_of_memory(take(agenda))
+    first = take(agenda)
+    assert (first.missing, first.crashes) == ({0: {"a", "b"}}, 0)
+    assert not agenda.out_of_memory(first)
+    halves = [take(agenda) for _ in range(2)]
+    assert [half.missing for half in halves] == [{0: {"a"}}, {0: {"b"}}]
+    assert all(agenda.out_of_memory(half) for half in halves)
+    assert not agenda.tripped
+    assert sorted(take(agenda).missing) == [1, 2]
+
+
+def test_a_pair_is_too_large_only_when_it_was_sent_alone() -> None:
+    agenda = Agenda([shard([0])], 1)
+    work = take(agenda)
+    work.received("a", 0)
+    assert not agenda.out_of_memory(work)
+    again = take(agenda)
+    assert again.missing == {0: {"b"}}
+    assert agenda.out_of_memory(again)
+
+
+def test_a_group_is_open_until_the_last_of_its_halves_is_done() -> None:
+    agenda = Agenda([shard(range(4))], 20)
+    assert not agenda.out_of_memory(take(agenda))
+    for left in (True, False):
+        agenda.finished(take(agenda))
+        assert agenda.is_open(group()) is left
+
+
 @given(st.integers(1, 12), st.data())
 def test_every_deadly_sample_is_found_and_no_other(samples: int, data: st.DataObject) -> None:
     deadly = data.draw(st.sets(st.integers(0, samples - 1)))

@@ -15,12 +15,25 @@ from tasks.sample import Sample
 from workers.engine import Engine
 from workers.fork import FAULTS, Fork, Generation, Prompt
 from workers.job import CellSpec, Job
+from workers.memory import OutOfMemory, lacks_memory
 from workers.models import LoadedModel
 from workers.row import Row
 
 
 def run_job(model: LoadedModel, job: Job) -> Iterator[Row]:
-    """All rows of a job, as they finish. A sample's own exception fails its rows, not the job."""
+    """All rows of a job, as they finish. A sample's own exception fails its rows, not the job.
+
+    Raises :class:`~workers.memory.OutOfMemory` where the job needs more than there is: its parts may do with it.
+    """
+    try:
+        yield from _rows(model, job)
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
+        raise OutOfMemory(f"{type(error).__name__}: {error}") from error
+
+
+def _rows(model: LoadedModel, job: Job) -> Iterator[Row]:
     cells = {cell.cell_id: (cell, grown(method_of(cell), job.protocol.growth)) for cell in job.cells}
     failed: list[Row] = []
     engine = Engine(model, job.engine)

@@ -20,6 +20,7 @@ from workers.attention import PrefillStep
 from workers.continuation import continuations
 from workers.hidden import hidden_moments, query_projector
 from workers.linear import LinearCache, LinearRows
+from workers.memory import lacks_memory
 from workers.models import LoadedModel
 
 FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -151,6 +152,7 @@ class PromptForks:
         for fork in prompt.forks:
             observations |= fork.method.observes()
         step = PrefillStep(model.layout, tokens, observations, model.rotary)
+        step.flash = model.spec.attention == "auto"
         states = LinearRows(model.layout, 1, model.device, model.dtype)
         ids = torch.tensor([prompt.ids], device=model.device)
         with hidden_moments(model, observations.hidden_moments) as hidden:
@@ -230,5 +232,8 @@ def _subject(one: _Open) -> tuple[int, str]:
 
 
 def failed(generation: Generation, error: Exception) -> Generation:
+    """A sample's own fault. A lack of memory is not: what else is held at the time has its share in it."""
+    if lacks_memory(error):
+        raise error
     generation.error = f"{type(error).__name__}: {error}"
     return generation

@@ -33,6 +33,16 @@ POOL_SLACK = 1.15
 """Of pools: pages are handed out whole, and arenas grow by an eighth."""
 
 
+class OutOfMemory(RuntimeError):
+    """A job held more at once than its device has room for: less of it may fit."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether this is torch's or Python's way to say that there is no memory left, on a GPU or on the host."""
+    known = isinstance(error, (MemoryError, OutOfMemory)) or type(error).__name__ == "OutOfMemoryError"
+    return known or "can't allocate memory" in str(error)
+
+
 class PeakMeter:
     """Peak bytes since it was made."""
 
