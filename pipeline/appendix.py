@@ -87,6 +87,37 @@ def cost_table(board: Board, timing: str) -> Table | None:
     return Table(name(board.condition), tuple(columns), tuple(rows), f"{words} Medians per sample.")
 
 
+def budgets_table(board: Board) -> Table | None:
+    """What was asked, what the method charged itself, and what was measured; None without rows."""
+    held = [(result, result.memory) for result in ranked(board) if result.memory]
+    if not held:
+        return None
+    columns = [Column("Method", False), Column("Budget asked", False)]
+    columns += [Column("Asked", about="bytes per sample on the budget's base, mean")]
+    columns += [Column("Charged", about="by the method's own rule, which sets its capacities")]
+    columns += [Column("Held, prefill"), Column("Held, end"), Column("Held, peak")]
+    columns += [Column("Charged / asked"), Column("Held / asked", about="after prefill")]
+    columns += [Column("Over budget", about="samples that held more than was asked")]
+    rows = []
+    for result, memory in held:
+        cells = [Cell(result.label), Cell(result.configuration.budget), Cell(_bytes(memory.budget_bytes))]
+        cells += [Cell(size(memory.charged_bytes))]
+        amounts = (memory.bytes_prefill, memory.bytes_end, memory.bytes_peak)
+        shares = (memory.share_prefill, memory.share_end, memory.share_peak)
+        cells += [Cell(size(amount), f"({share(part)})") for amount, part in zip(amounts, shares, strict=True)]
+        asked = memory.budget_bytes
+        cells += [
+            Cell(share(part / asked) if asked else NOTHING) for part in (memory.charged_bytes, memory.bytes_prefill)
+        ]
+        over = Cell(f"{memory.over_budget:,}", f"of {memory.rows:,}", "warning" if memory.over_budget else "")
+        rows.append(Row((*cells, over), result.configuration.budget))
+    words = (
+        "Means over tasks of the samples' means; in brackets, the share of the full cache for the same tokens. Whether "
+        "a sample is over its budget is judged on the budget's own base: the prompt, or prompt and generated tokens."
+    )
+    return Table(f"Budgets: {name(board.condition)}", tuple(columns), tuple(rows), words)
+
+
 def settings_table(summary: Summary) -> Table:
     """Every method's settings, once."""
     seen = {(one.label, one.configuration.settings): one.configuration for one in summary.results}
@@ -154,6 +185,10 @@ def data_table(tasks: Sequence[TaskFacts]) -> Table:
         cells += [Cell(f"{one.samples:,}"), Cell(f"{middle:,}", f"[{least:,}, {most:,}]"), Cell(told or NOTHING)]
         rows.append(Row(tuple(cells)))
     return Table("Data", columns, tuple(rows))
+
+
+def _bytes(count: float) -> str:
+    return size(count) if count else "no limit"
 
 
 def settings_words(settings: str) -> str:

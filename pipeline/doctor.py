@@ -17,6 +17,8 @@ def examine() -> Table:
     """A table of facts, one a line."""
     import torch
 
+    from workers.flash import prefill_attention
+
     table = Table("what", "here", show_header=False)
     for name, version in versions().items():
         table.add_row(name, version)
@@ -30,7 +32,7 @@ def examine() -> Table:
             table.add_row(f"GPU {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB")
     else:
         table.add_row("GPU", "none that torch can use")
-    table.add_row("attention of prefill", "torch SDPA")
+    table.add_row("attention of prefill", prefill_attention())
     table.add_row("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", "not set: a local Ray is started"))
     return table
 

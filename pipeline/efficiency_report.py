@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache.bounded import INTERVAL
 from pipeline import render
 from pipeline.appendix import failures_table
 from pipeline.efficiency import Efficiency, efficiency, timed_rows
@@ -16,6 +17,7 @@ from pipeline.figures import counted
 from pipeline.page import document, facts_list, flag_list, optional, provenance_section, when
 from pipeline.provenance import Failure, Provenance, failures, provenance
 from pipeline.report import write_files
+from pipeline.reproduce import reproduce_section
 from pipeline.sanity import Flag
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class EfficiencyReport:
             ("failures", "Failures", optional(failures_table(self.failures), "texts")),
             ("impossible", "Cells that cannot run", optional(impossible_table(self.found), "texts")),
             ("settings", "Methods and their settings", render.html(settings_table(self.found), "texts")),
+            ("reproduce", "How to run it again", reproduce_section(self.sweep)),
             ("provenance", "How it was run", provenance_section(self.sweep, self.provenance)),
             ("reading", "How to read this", "".join(f"<p>{escape(text)}</p>" for text in READING)),
         ]
@@ -141,12 +144,15 @@ def efficiency_report(
         sweep=sweep,
         found=found,
         provenance=provenance(planned),
-        flags=tuple(sorted(_flags(found, len(rows) - len(planned)), key=lambda flag: flag.level != "warning")),
+        flags=tuple(sorted(_flags(sweep, found, len(rows) - len(planned)), key=lambda flag: flag.level != "warning")),
         failures=tuple(failures(planned.assign(task=planned["cell_id"].map(settings)), called)),
     )
 
 
-def _flags(found: Sequence[Efficiency], outside: int) -> Iterator[Flag]:
+def _flags(sweep: Mapping[str, Any], found: Sequence[Efficiency], outside: int) -> Iterator[Flag]:
+    if sweep.get("protocol", {}).get("growth") == "bounded":
+        text = f"Generated tokens stay within the budget: methods choose again every {INTERVAL}, while they decode."
+        yield Flag("note", "Bounded growth", text)
     for one in found:
         if not any(result.is_baseline and result.repeats for result in one.results):
             text = f"{one.setting}: the full cache was not timed, so there are no ratios to it."

@@ -1,4 +1,7 @@
-"""Heat maps of needle grids: depths down, lengths across, one panel per method and budget, every value written out.
+"""Heat maps, every value written out.
+
+Of needle grids: depths down, lengths across, a panel per method and budget. Of tasks: methods and budgets down, tasks
+across, coloured by the difference to the full cache.
 
 Cividis goes from dark blue to yellow in even steps of lightness, so it reads without colour vision and in print.
 """
@@ -9,8 +12,10 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from pipeline.breakdown import Grid, Panel
-from pipeline.figures import NOTHING, full_name, points
+from pipeline.figures import NOTHING, brackets, difference, full_name, points
 from pipeline.plots import COLUMNS, INK, TIP, svg
+from pipeline.results import Board, TaskResult
+from pipeline.tables import ranked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +27,70 @@ DARK, LIGHT = "#101418", "#fdfdfd"
 DARK_TEXT_ABOVE = 0.2
 """The luminance from which dark text has more contrast than light text."""
 MOST_TICKS = 12
+FULL_COLOUR_AT = 0.5
+"""Of a difference in score."""
+
+
+def task_map(board: Board) -> str | None:
+    """Scores by task: red below the full cache on that task, blue above, by the number of points; None for one task.
+
+    Without a full cache to compare with, cividis by score.
+    """
+    rows = [result for result in ranked(board) if result.scored]
+    if len(board.tasks) < 2 or not rows:
+        return None
+    names = [full_name(result) for result in rows]
+
+    def draw(figure: Figure, tips: list[str]) -> None:
+        axes = figure.subplots()
+        for y, (result, name) in enumerate(zip(rows, names, strict=True)):
+            for x, task in enumerate(board.tasks):
+                _task_cell(axes, x, y, board, result.tasks[task])
+                tips.append(_task_words(name, board, result.tasks[task]))
+        axes.set_xlim(-0.5, len(board.tasks) - 0.5)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xticks(
+            range(len(board.tasks)), board.tasks, fontsize=7.5, rotation=35, ha="left", rotation_mode="anchor"
+        )
+        axes.xaxis.tick_top()
+        axes.set_yticks(range(len(rows)), [textwrap.shorten(name, 44) for name in names], fontsize=7.5)
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+
+    width = min(10.0, 2.8 + 0.62 * len(board.tasks))
+    return svg(
+        draw, (width, 1.1 + 0.23 * len(rows)), f"Scores by task, against the full cache: {board.condition.model}"
+    )
+
+
+def _task_cell(axes: Axes, x: int, y: int, board: Board, task: TaskResult) -> None:
+    if task.estimate is None:
+        _cell(axes, x, y, f"({points(task.partial)})" if task.partial is not None else NOTHING, None)
+        return
+    gap = _gap(board, task)
+    colour = _colour(task.estimate.value) if gap is None else _diverging(gap)
+    _cell(axes, x, y, points(task.estimate.value), colour)
+
+
+def _task_words(name: str, board: Board, task: TaskResult) -> str:
+    if task.estimate is None:
+        return f"{name}, {task.task}: {task.state}, {task.scored} of {task.expected}"
+    gap = _gap(board, task)
+    words = f"{name}, {task.task}: {points(task.estimate.value)} {brackets(task.estimate.interval)}"
+    return words if gap is None else f"{words}, {difference(gap)} to the full cache"
+
+
+def _gap(board: Board, task: TaskResult) -> float | None:
+    full = board.baseline.tasks[task.task].estimate if board.baseline else None
+    return None if full is None or task.estimate is None else task.estimate.value - full.value
+
+
+def _diverging(gap: float) -> tuple[float, float, float]:
+    """Red to blue over a pale middle; ``FULL_COLOUR_AT`` of difference has the full colour."""
+    from matplotlib import colormaps
+
+    return colormaps["RdBu"](0.5 + 0.42 * max(-1.0, min(1.0, gap / FULL_COLOUR_AT)))[:3]
 
 
 def heat_map(grid: Grid) -> str:
@@ -56,7 +125,7 @@ def _panel(axes: Axes, grid: Grid, panel: Panel, tips: list[str]) -> None:
                 continue
             unfinished = length in panel.open_lengths
             text = f"{100 * part.value:.0f}"
-            _cell(axes, x, y, f"({text})" if unfinished else text, None if unfinished else part.value)
+            _cell(axes, x, y, f"({text})" if unfinished else text, None if unfinished else _colour(part.value))
             tips.append(f"{here}: {points(part.value)}, n = {part.samples}{' so far' if unfinished else ''}")
     axes.set_xlim(-0.5, len(grid.lengths) - 0.5)
     axes.set_ylim(len(grid.depths) - 0.5, -0.5)
@@ -68,11 +137,10 @@ def _panel(axes: Axes, grid: Grid, panel: Panel, tips: list[str]) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _cell(axes: Axes, x: int, y: int, text: str, value: float | None) -> None:
-    """Filled by its value; a frame alone where there is none to stand beside others."""
+def _cell(axes: Axes, x: int, y: int, text: str, colour: tuple[float, float, float] | None) -> None:
+    """Filled, or a frame alone where there is no value to stand beside others."""
     from matplotlib.patches import Rectangle
 
-    colour = _colour(value)
     box = Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, gid=TIP, facecolor=colour or "none", linewidth=0)
     if colour is None:
         box.set(edgecolor=INK, linewidth=0.5, linestyle=(0, (2, 2)))
@@ -81,10 +149,10 @@ def _cell(axes: Axes, x: int, y: int, text: str, value: float | None) -> None:
     axes.text(x, y, text, ha="center", va="center", fontsize=7, color=ink)
 
 
-def _colour(value: float | None) -> tuple[float, float, float] | None:
+def _colour(value: float) -> tuple[float, float, float]:
     from matplotlib import colormaps
 
-    return None if value is None else colormaps["cividis"](value)[:3]
+    return colormaps["cividis"](value)[:3]
 
 
 def _luminance(colour: tuple[float, float, float]) -> float:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isnan
+from typing import TYPE_CHECKING
 
 from kvcache.budget import Budget
 from pipeline.partition import partition
 from pipeline.results import Result, Summary
 from pipeline.stats import Macro
 
+if TYPE_CHECKING:
+    from pipeline.report import Report
+
 MOST_SETTINGS = 60
 LONGEST_NAME = 250
+LONGEST_DIGEST = 36
 CHILD_METRICS = ("task/", "quality/", "memory/", "cost/", "samples/")
 
 
@@ -96,6 +101,27 @@ def seed_metrics(result: Result) -> Iterator[dict[str, float]]:
     if len(seeds) > 1:
         for seed in seeds:
             yield {metric_name("by_seed", name): 100 * task[seed] for name, task in means.items() if seed in task}
+
+
+def dataset_facts(report: Report) -> list[dict[str, str]]:
+    """MLflow's datasets: the samples of each task and length, by a digest of their contents, and the files that tasks
+    were read from, by their checksums."""
+    found = []
+    for task in report.provenance.tasks:
+        about = {"task": task.task, "context": task.context, "facts": task.facts}
+        profile = {"samples": task.samples, "prompt_tokens": task.prompt_tokens, "benchmark_size": task.benchmark_size}
+        called = f"{task.task}, {task.context:,} tokens" if task.context else task.task
+        found.append({"name": called, "digest": task.digest, "source_type": "kvsweep", **_texts(about, profile)})
+    for path, one in report.sweep.get("data", {}).get("files", {}).items():
+        about = {"path": str(one["path"]), "from": str(one["from"])}
+        checksum = str(one["sha256"])
+        facts = {"name": path, "digest": checksum[:LONGEST_DIGEST], "source_type": "file"}
+        found.append({**facts, **_texts(about, {"sha256": checksum})})
+    return found
+
+
+def _texts(source: Mapping[str, object], profile: Mapping[str, object]) -> dict[str, str]:
+    return {"source": json.dumps(source), "profile": json.dumps(profile)}
 
 
 def metric_name(*parts: str) -> str:

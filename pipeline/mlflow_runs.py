@@ -19,7 +19,15 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from pipeline.figures import full_name
-from pipeline.mlflow_metrics import CHILD_METRICS, child_key, child_metrics, describe, macro_metrics, seed_metrics
+from pipeline.mlflow_metrics import (
+    CHILD_METRICS,
+    child_key,
+    child_metrics,
+    dataset_facts,
+    describe,
+    macro_metrics,
+    seed_metrics,
+)
 from pipeline.results import Result
 
 if TYPE_CHECKING:
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
 
 SWEEP_ID, KIND, CHILD = "kvsweep.sweep_id", "kvsweep.kind", "kvsweep.child"
 METRICS_PER_CALL = 1000
+DATASETS_PER_CALL = 1000
 LONGEST_PARAM, LONGEST_TAG = 6000, 5000
 
 
@@ -73,6 +82,7 @@ class SweepRuns:
         done = {"cells_done": summary.cells_done, "rows_done": summary.rows, "rows_failed": summary.rows_failed}
         macros = _changed(self._parent, macro_metrics(summary), moment, prefixes=("macro",))
         self._batch(self._parent, _points(done, summary.rows, moment) + macros, tags={"partial": _yes(summary.partial)})
+        self._datasets(report)
         children = {run.data.tags[CHILD]: run for run in self._find(f"tags.`{KIND}` = 'configuration'")}
         for result in summary.results:
             if result.scored + result.failed:
@@ -117,6 +127,14 @@ class SweepRuns:
         output = {"kvsweep.output": str(self._sweep["output"])}
         return {KIND: "sweep", **output, **versions, **protocol, **{key: text for key, text in known.items() if text}}
 
+    def _datasets(self, report: Report) -> None:
+        """On the parent, whose samples all children share; what is there already is not written twice."""
+        from mlflow.entities import Dataset, DatasetInput
+
+        inputs = [DatasetInput(Dataset(**facts)) for facts in dataset_facts(report)]
+        for start in range(0, len(inputs), DATASETS_PER_CALL):
+            self._client.log_inputs(self.parent_id, inputs[start : start + DATASETS_PER_CALL])
+
     def _child(self, result: Result, run: Run | None) -> None:
         moment = int(1000 * result.finished_at)
         described = describe(result)
@@ -132,7 +150,9 @@ class SweepRuns:
         for step, figures in enumerate(seed_metrics(result)):
             lines += _points(figures, step, moment)
         self._batch(run, lines, described, tags)
-        self._client.set_terminated(run.info.run_id, "FAILED" if result.failed else "FINISHED", moment)
+        status = "FAILED" if result.failed else "FINISHED"
+        if (run.info.status, run.info.end_time) != (status, moment):
+            self._client.set_terminated(run.info.run_id, status, moment)
 
     def _batch(
         self,
@@ -151,7 +171,8 @@ class SweepRuns:
         texts = {key: value[:LONGEST_TAG] for key, value in {**params, **(tags or {})}.items()}
         new_params = [Param(key, value[:LONGEST_PARAM]) for key, value in params.items() if key not in run.data.params]
         new_tags = [RunTag(key, value) for key, value in texts.items() if run.data.tags.get(key) != value]
-        self._client.log_batch(run.info.run_id, metrics[:METRICS_PER_CALL], new_params, new_tags)
+        if metrics or new_params or new_tags:
+            self._client.log_batch(run.info.run_id, metrics[:METRICS_PER_CALL], new_params, new_tags)
         for start in range(METRICS_PER_CALL, len(metrics), METRICS_PER_CALL):
             self._client.log_batch(run.info.run_id, metrics[start : start + METRICS_PER_CALL])
 

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline import plots, render
 from pipeline.appendix import (
     bins_table,
+    budgets_table,
     cost_table,
     data_table,
     details_tables,
@@ -20,23 +21,31 @@ from pipeline.appendix import (
 )
 from pipeline.breakdown import View, grids
 from pipeline.figures import counted, name, protocol_words
-from pipeline.heatmaps import heat_map
+from pipeline.fronts import family_fronts
+from pipeline.heatmaps import heat_map, task_map
 from pipeline.page_style import STYLE
 from pipeline.provenance import Failure, Provenance
+from pipeline.reproduce import reproduce_section
 from pipeline.results import Board, Summary
-from pipeline.sanity import Flag
+from pipeline.sanity import Flag, gates
+from pipeline.table import Table
 from pipeline.tables import main_table, overview_table
 
+MAP_TITLE = "Scores by task: red below the full cache, blue above it"
+FRONT_TITLE = "Score by task family against measured KV share: ringed and joined, the Pareto front"
 READING = (
     "A task's score is the mean over its samples, times 100. The macro-average is the unweighted mean over tasks and "
     "is given only where every task is complete, else as the number of complete tasks.",
     "Brackets hold 95 % intervals with the tasks fixed: a bootstrap over prompts; over seeds and prompts where seeds "
-    "share prompts; over seeds and then prompts where each seed has its own. Where all samples score 0 or all 1, it is "
-    "Wilson's interval. The tasks' errors combine to the macro-average's as independent ones.",
+    "share prompts; over seeds and then prompts where each seed has its own. Prompts about one document are taken "
+    "together. Where all or nearly all samples score 0, or 1, it is Wilson's interval. The tasks' errors combine to "
+    "the macro-average's as independent ones.",
     "Differences to the full cache are paired by sample. “Within noise” means that the interval of the difference "
-    "holds 0. p-values are from sign-flip permutations and Holm-corrected over one table.",
+    "holds 0, or that p is above 0.05. p-values are from sign-flip permutations and Holm-corrected over one table.",
     "KV shares are measured on the tensors held, against the full cache for the same tokens; workspace is what "
     "outlives a step beside them. Failed samples are counted and never scored.",
+    "A Pareto front is of the scores as they are: two neighbours on it may be within noise of each other, which the "
+    "intervals and the paired differences tell.",
 )
 
 
@@ -48,21 +57,26 @@ def page(
     flags: Sequence[Flag],
     failures: Sequence[Failure],
     views: Sequence[View],
+    published: Sequence[Table] = (),
 ) -> str:
     """The page. Everything that comes from rows, settings or files is escaped where it enters."""
     drawn = plots.looks(
         dict.fromkeys(result.label for result in summary.results if not result.configuration.is_baseline)
     )
+    contexts = dict.fromkeys(board.condition.context for board in summary.boards)
     sections = [
         ("read-first", "Read this first", _flags(flags, summary)),
         ("overview", "Macro-averages", "".join(_overview(summary, drawn))),
         ("results", "Results", "".join(_results(summary.boards, drawn))),
+        ("paper", "Beside the paper", "".join(_published(published))),
         ("tasks", "Inside the tasks", "".join(_inside(summary.boards, views))),
-        ("cost", "Cost", "".join(_costs(summary.boards))),
+        ("budgets", "Budgets asked and measured", "".join(_budgets(summary.boards))),
+        ("cost", "Cost", "".join(_costs(summary.boards, drawn))),
         ("failures", "Failures", optional(failures_table(failures), "texts")),
         ("impossible", "Cells that cannot run", optional(impossible_table(summary), "texts")),
         ("data", "Data", optional(data_table(source.tasks) if source.tasks else None, "texts")),
         ("settings", "Methods and their settings", render.html(settings_table(summary), "texts")),
+        ("reproduce", "How to run it again", reproduce_section(sweep, contexts)),
         ("provenance", "How it was run", provenance_section(sweep, source)),
         ("reading", "How to read this", "".join(f"<p>{escape(text)}</p>" for text in READING)),
     ]
@@ -111,9 +125,16 @@ def facts_list(facts: Mapping[str, str]) -> str:
 def _flags(flags: Sequence[Flag], summary: Summary) -> str:
     if not any(result.scored for result in summary.results):
         return "<p class='fine'>No rows yet.</p>"
-    if not flags:
-        return "<p class='fine'>No warnings: the baseline works, every method evicts, nothing is over its budget.</p>"
-    return flag_list(flags)
+    return gate_list(flags) + flag_list(flags)
+
+
+def gate_list(flags: Sequence[Flag]) -> str:
+    """What was checked, passed or not."""
+    items = "".join(
+        f"<li class='{'passed' if passed else 'open'}'>{'✓' if passed else '✗'} {escape(gate)}</li>"
+        for gate, passed in gates(flags).items()
+    )
+    return f"<ul class='gates'>{items}</ul>"
 
 
 def flag_list(flags: Iterable[Flag]) -> str:
@@ -133,11 +154,15 @@ def _overview(summary: Summary, drawn: Mapping[str, plots.Look]) -> Iterator[str
 
 def _results(boards: Iterable[Board], drawn: Mapping[str, plots.Look]) -> Iterator[str]:
     for board in boards:
-        yield f"<h3>{escape(name(board.condition))}</h3>{render.html(main_table(board))}"
+        tasks = task_map(board)
+        left_out = board.tasks if tasks else ()
+        yield f"<h3>{escape(name(board.condition))}</h3>{render.html(main_table(board), leave_out=left_out)}"
         figures = (
             ("Macro score against measured KV share", plots.quality_against_memory(board, drawn)),
             ("Difference to the full cache, paired", plots.differences_to_full(board, drawn)),
-            ("Scores by task", plots.task_curves(board, drawn)),
+            (MAP_TITLE if board.baseline else "Scores by task", tasks),
+            (FRONT_TITLE, family_fronts(board, drawn)),
+            ("Scores by task against measured KV share", plots.task_curves(board, drawn)),
         )
         here = {label: look for label, look in drawn.items() if any(one.label == label for one in board.results)}
         shown = [f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in figures if svg]
@@ -165,12 +190,32 @@ def _inside(boards: Iterable[Board], views: Sequence[View]) -> Iterator[str]:
             yield f"<h3>{escape(table.title)}</h3>{render.html(table)}"
 
 
-def _costs(boards: Iterable[Board]) -> Iterator[str]:
+def _published(tables: Iterable[Table]) -> Iterator[str]:
+    for table in tables:
+        yield f"<h3>{escape(table.title)}</h3>{render.html(table)}"
+
+
+def _budgets(boards: Iterable[Board]) -> Iterator[str]:
+    for board in boards:
+        table = budgets_table(board)
+        if table:
+            yield f"<h3>{escape(name(board.condition))}</h3>{render.html(table)}"
+
+
+def _costs(boards: Iterable[Board], drawn: Mapping[str, plots.Look]) -> Iterator[str]:
     for board in boards:
         for timing in ("isolated", "shared"):
             table = cost_table(board, timing)
             if table:
                 yield f"<h3>{escape(name(board.condition))}</h3>{render.html(table)}"
+                figure = plots.quality_against_time(board, drawn, timing)
+                caption = "Macro score against time" + (", as this sweep took it" if timing == "shared" else "")
+                here = {
+                    label: look for label, look in drawn.items() if any(one.label == label for one in board.results)
+                }
+                if figure:
+                    yield f"{plots.legend(here)}<figure><figcaption>{caption}</figcaption>{figure}</figure>"
+                    yield "<p class='caption'>Star: the full cache. Beside each point, its budget.</p>"
 
 
 def optional(table: Any, css: str) -> str:
@@ -180,22 +225,15 @@ def optional(table: Any, css: str) -> str:
 def provenance_section(sweep: Mapping[str, Any], source: Provenance) -> str:
     held = {key: ", ".join(values) for key, values in source.versions.items()}
     own = {str(key): str(value) for key, value in sweep.get("versions", {}).items()}
-    data = {
-        f"data: {path}": f"{one['from']}, {one['path']}, sha256 {one['sha256']}"
-        for path, one in sweep.get("data", {}).get("files", {}).items()
-    }
     facts = {
         **{key.replace("_", " "): counted(counts) for key, counts in source.counts.items()},
         **{f"version of {key}": value for key, value in {**own, **held}.items()},
-        **data,
     }
     rows = "".join(f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in facts.items())
     protocol = escape(json.dumps(sweep.get("protocol", {}), indent=1))
-    config = escape(str(sweep.get("config_text", "")))
     return (
         f"<div class='scroll'><table class='texts'><tbody>{rows}</tbody></table></div>"
         f"<details><summary>Protocol</summary><pre>{protocol}</pre></details>"
-        f"<details><summary>Sweep file</summary><pre>{config}</pre></details>"
     )
 
 

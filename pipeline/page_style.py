@@ -30,6 +30,9 @@ nav + main h2 { scroll-margin-top: 12px; }
   overflow-wrap: anywhere; }
 .flags .warning { border-color: var(--warning); background: var(--warning-wash); }
 .flags .warning b { color: var(--warning); }
+.gates { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 22px; margin: 0 0 12px; padding: 0;
+  font-size: 13px; }
+.gates .passed { color: var(--better); } .gates .open { color: var(--warning); font-weight: 600; }
 .scroll { overflow: auto; max-height: 82vh; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 13px;
   font-variant-numeric: tabular-nums; }

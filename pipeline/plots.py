@@ -57,6 +57,8 @@ STYLE = {
     "grid.linewidth": 0.6,
 }
 COLUMNS = 4
+PIXELS_PER_INCH = 108
+"""So that letters have one size in all figures, and no figure grows beyond it."""
 TIP = "tip"
 """Marks the artists that get a title, in the order in which they are drawn."""
 
@@ -104,27 +106,63 @@ def quality_against_memory(board: Board, drawn: Mapping[str, Look]) -> str | Non
     return svg(draw, (9.0, 4.4), f"Macro score against measured KV share: {board.condition.model}")
 
 
-def task_curves(board: Board, drawn: Mapping[str, Look]) -> str | None:
-    """Small multiples: each task's score against the share of the full cache held at peak."""
-    tasks = [task for task in board.tasks if any(result.tasks[task].estimate for result in board.results)]
-    if not tasks:
+def quality_against_time(board: Board, drawn: Mapping[str, Look], timing: str) -> str | None:
+    """Macro-average against seconds per sample, from one kind of run; the full cache as a star."""
+    places = [
+        (one, cost.prefill_s + cost.compress_s + cost.decode_s)
+        for one in board.results
+        for cost in one.costs
+        if cost.timing == timing and one.macro.value is not None
+    ]
+    if len(places) < 2:
         return None
-    rows = -(-len(tasks) // COLUMNS)
 
     def draw(figure: Figure, tips: list[str]) -> None:
-        grid = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False)
+        axes = figure.subplots()
+        axes.set_xlabel("Seconds per sample: prefill, compression and decoding, medians")
+        axes.set_ylabel("Macro score")
+        for result, taken in places:
+            look = drawn.get(result.label, Look(INK, "*", "-"))
+            value, interval = 100 * (result.macro.value or 0.0), result.macro.interval
+            if interval is not None:
+                ends = [100 * interval.low, 100 * interval.high]
+                axes.plot([taken, taken], ends, color=look.colour, linewidth=1, alpha=0.45, solid_capstyle="butt")
+            axes.plot(
+                taken, value, look.marker, color=look.colour, markersize=5 if look.colour != INK else 9,
+                markeredgewidth=0, gid=TIP,
+            )  # fmt: skip
+            tips.append(f"{full_name(result)}: {points(result.macro.value)} {brackets(interval)}, {taken:.3g} s")
+            axes.annotate(
+                result.configuration.budget, (taken, value), (4, 4), textcoords="offset points", fontsize=7, alpha=0.75
+            )
+        axes.margins(x=0.12)
+
+    return svg(draw, (9.0, 3.6), f"Macro score against time, {timing} runs: {board.condition.model}")
+
+
+def task_curves(board: Board, drawn: Mapping[str, Look]) -> str | None:
+    """Small multiples: each task's score against the share of the full cache held at peak; None for one task, whose
+    score is the macro-average."""
+    tasks = [task for task in board.tasks if any(result.tasks[task].estimate for result in board.results)]
+    if not tasks or len(board.tasks) < 2:
+        return None
+    columns = min(COLUMNS, len(tasks))
+    rows = -(-len(tasks) // columns)
+
+    def draw(figure: Figure, tips: list[str]) -> None:
+        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for axes, task in zip(grid.flat, tasks, strict=False):
             axes.set_title(task, loc="left")
             _curves(axes, tips, board, drawn, _score_of(task), bars=len(drawn) <= 5)
         for axes in list(grid.flat)[len(tasks) :]:
             axes.set_visible(False)
-        for column in range(COLUMNS):
+        for column in range(columns):
             lowest = [axes for axes in grid[:, column] if axes.get_visible()][-1:]
             for axes in lowest:
                 axes.tick_params(labelbottom=True)
         figure.supxlabel("KV cache held at its peak, share of the full cache", fontsize=9)
 
-    return svg(draw, (10.0, 0.5 + 1.75 * rows), f"Scores by task: {board.condition.model}")
+    return svg(draw, (2.5 * columns, 0.5 + 1.75 * rows), f"Scores by task: {board.condition.model}")
 
 
 def differences_to_full(board: Board, drawn: Mapping[str, Look]) -> str | None:
@@ -193,11 +231,11 @@ def _curves(
                 axes.plot([at, at], ends, color=look.colour, linewidth=1, alpha=0.55, solid_capstyle="butt")
             axes.plot(at, value, look.marker, color=look.colour, markersize=4, markeredgewidth=0, gid=TIP)
             tips.append(f"{full_name(result)}: {points(score(result)[0])} {brackets(interval)}, KV {share(held)}")
-    _share_axis(axes, shares)
+    share_axis(axes, shares)
 
 
-def _share_axis(axes: Axes, shares: Sequence[float]) -> None:
-    """Percent, on a logarithmic scale where budgets span more than a factor of four."""
+def share_axis(axes: Axes, shares: Sequence[float]) -> None:
+    """Percent, on a logarithmic scale where budgets span more than a factor of four, else with room on both sides."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
     if shares and max(shares) > 4 * min(shares):
@@ -208,7 +246,9 @@ def _share_axis(axes: Axes, shares: Sequence[float]) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlim(least, most)
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(3))
+        if shares:
+            axes.set_xlim(100 * min(shares) * 0.85, 100 * max(shares) * 1.15)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}%"))
 
 
@@ -237,10 +277,10 @@ def svg(draw: Callable[[Figure, list[str]], None], inches: tuple[float, float], 
         figure = Figure(figsize=inches, layout="constrained")
         draw(figure, tips)
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _inline(text.getvalue(), tips, about)
+    return _inline(text.getvalue(), tips, about, round(PIXELS_PER_INCH * inches[0]))
 
 
-def _inline(svg: str, tips: Sequence[str], about: str) -> str:
+def _inline(svg: str, tips: Sequence[str], about: str, widest: int) -> str:
     """Without prologue, links and size; ids made unique on the page; ink in the page's colour; tips as titles."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
@@ -250,4 +290,5 @@ def _inline(svg: str, tips: Sequence[str], about: str) -> str:
         svg = svg.replace(f'<g id="{TIP}">', f"<g><title>{escape(words)}</title>", 1)
     mark = f"p{zlib.crc32(svg.encode()):x}"
     svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{mark}-", svg)
-    return svg.replace("<svg", f"<svg role='img' aria-label='{escape(about)}' class='plot'", 1)
+    start = f"<svg role='img' aria-label='{escape(about)}' class='plot' style='max-width:{widest}px'"
+    return svg.replace("<svg", start, 1)

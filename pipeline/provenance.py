@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 FEW_VALUES = 4
 """A fact with more values than this varies from sample to sample: it says nothing about the task."""
 
+NAMES = ("_id", "id", "document")
+"""Facts that name a sample and tell nothing of its kind, however few there are."""
+
 
 @dataclass(frozen=True)
 class TaskFacts:
@@ -31,6 +35,8 @@ class TaskFacts:
     facts: Mapping[str, tuple[str, ...]]
     benchmark_size: int
     """Samples that the published benchmark has; 0 where it has no number of its own."""
+    digest: str
+    """Of the samples' ids, which are hashes of their contents: the same for the same samples in any order."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +96,11 @@ def _task_facts(task: str, context: int, rows: pd.DataFrame) -> TaskFacts:
     lengths = samples.loc[samples["prompt_tokens"] > 0, "prompt_tokens"]
     spread = (int(lengths.min()), int(lengths.median()), int(lengths.max())) if len(lengths) else (0, 0, 0)
     facts = _distinct(samples["sample_meta"])
-    told = {key: values for key, values in facts.items() if len(values) <= FEW_VALUES}
+    told = {key: values for key, values in facts.items() if len(values) <= FEW_VALUES and key not in NAMES}
     metrics = tuple(sorted(set(samples["metric"].astype(str)) - {""}))
     size = max((int(json.loads(text).get("benchmark_size", 0)) for text in samples["sample_meta"]), default=0)
-    return TaskFacts(task, context, metrics, len(samples), spread, told, size)
+    digest = hashlib.sha256("\n".join(sorted(samples["sample_id"])).encode()).hexdigest()[:16]
+    return TaskFacts(task, context, metrics, len(samples), spread, told, size, digest)
 
 
 def _distinct(texts: Any) -> dict[str, tuple[str, ...]]:

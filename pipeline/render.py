@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from pipeline.table import Cell, Column, Row, Table
+from pipeline.table import Cell, Column, Table
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -39,18 +39,20 @@ def latex(table: Table) -> str:
     shape = "".join("r" if column.numeric else "l" for column in table.columns)
     lines = [r"\begin{table}", r"\centering", rf"\caption{{{_latex_text(f'{table.title}. {table.caption}'.strip())}}}"]
     lines += [rf"\begin{{tabular}}{{{shape}}}", r"\toprule"]
-    lines.append(_latex_line(column.title for column in table.columns))
+    lines.append(_latex_line(_latex_text(column.title) for column in table.columns))
     for _, rows in groupby(table.rows, key=lambda row: row.group):
-        lines += [r"\midrule", *(_latex_line(str(cell) for cell in row.cells) for row in rows)]
+        lines += [r"\midrule", *(_latex_line(map(_latex_cell, row.cells)) for row in rows)]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
 
-def html(table: Table, css: str = "") -> str:
-    """A table in a frame that scrolls sideways, its first column staying in view."""
-    head = "".join(_html_head(column) for column in table.columns)
+def html(table: Table, css: str = "", leave_out: Sequence[str] = ()) -> str:
+    """A table in a frame that scrolls sideways, its first column staying in view, without columns in ``leave_out``."""
+    kept = [index for index, column in enumerate(table.columns) if column.title not in leave_out]
+    columns = [table.columns[index] for index in kept]
+    head = "".join(_html_head(column) for column in columns)
     body = []
     for _, rows in groupby(table.rows, key=lambda row: row.group):
-        body.append(f"<tbody>{''.join(_html_row(row, table.columns) for row in rows)}</tbody>")
+        body.append(f"<tbody>{''.join(_html_row([row.cells[i] for i in kept], columns) for row in rows)}</tbody>")
     caption = f"<p class='caption'>{escape(table.caption)}</p>" if table.caption else ""
     frame = f"<div class='scroll'><table class='{css}'><thead><tr>{head}</tr></thead>{''.join(body)}</table></div>"
     return caption + frame
@@ -95,8 +97,13 @@ def _markdown_line(cells: Iterator[str]) -> str:
     return "| " + " | ".join(plain(cell) for cell in cells) + " |"
 
 
-def _latex_line(cells: Iterator[str]) -> str:
-    return " & ".join(_latex_text(cell) for cell in cells) + r" \\"
+def _latex_line(cells: Iterable[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def _latex_cell(cell: Cell) -> str:
+    text = _latex_text(str(cell))
+    return {"best": rf"\textbf{{{text}}}", "second": rf"\underline{{{text}}}"}.get(cell.mark, text)
 
 
 def _latex_text(text: str) -> str:
@@ -108,8 +115,8 @@ def _html_head(column: Column) -> str:
     return f"<th class='{'number' if column.numeric else 'text'}'{about}>{escape(column.title)}</th>"
 
 
-def _html_row(row: Row, columns: Sequence[Column]) -> str:
-    return f"<tr>{''.join(_html_cell(*pair) for pair in zip(row.cells, columns, strict=True))}</tr>"
+def _html_row(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
+    return f"<tr>{''.join(_html_cell(*pair) for pair in zip(cells, columns, strict=True))}</tr>"
 
 
 def _html_cell(cell: Cell, column: Column) -> str:

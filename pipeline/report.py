@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,11 @@ from pipeline import appendix, figures, render, tables
 from pipeline.breakdown import View, take_apart
 from pipeline.page import page
 from pipeline.provenance import Failure, Provenance, failures, provenance
+from pipeline.published_tables import AVERAGE, beside_published, published_table
 from pipeline.results import Summary
 from pipeline.sanity import Flag, flags
 from pipeline.summary import planned_rows, summarize
+from pipeline.table import Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,11 +37,14 @@ class Report:
     flags: tuple[Flag, ...]
     failures: tuple[Failure, ...]
     views: tuple[View, ...]
+    published: tuple[Table, ...] = ()
+    """Ours beside the papers' tables, where that was asked for."""
 
     def markdown(self) -> str:
         lines = [f"# {render.plain(str(self.sweep['name']))}", "", self.status() + ".", ""]
         lines += [f"* **{flag.title}.** {render.plain(flag.text)}" for flag in self.flags]
         parts = ["\n".join(lines), *(render.markdown(tables.main_table(board)) for board in self.summary.boards)]
+        parts += [render.markdown(table) for table in self.published]
         for board in self.summary.boards:
             bins = appendix.bins_table(board, self.views)
             parts += [render.markdown(bins)] if bins else []
@@ -51,10 +57,24 @@ class Report:
         return render.csv_text(tables.records(self.summary))
 
     def latex(self) -> str:
-        return "\n".join(render.latex(tables.main_table(board)) for board in self.summary.boards)
+        """The papers' layout first, then the main tables, then what was put beside the papers."""
+        layouts = [
+            layout(board) for layout in (tables.papers_table, tables.main_table) for board in self.summary.boards
+        ]
+        return "\n".join(render.latex(table) for table in (*layouts, *self.published))
+
+    def leaderboard(self) -> str:
+        return json.dumps(tables.leaderboard(self.summary, self.sweep), indent=1, allow_nan=False) + "\n"
+
+    def beside(self, names: Sequence[str]) -> Report:
+        """With the papers' tables of these names; raises :class:`~pipeline.errors.SweepProblem`."""
+        sources = {str(label): str(one.get("source", "")) for label, one in self.sweep.get("models", {}).items()}
+        made = [beside_published(self.summary, sources, published_table(name)) for name in names]
+        return replace(self, published=tuple(made))
 
     def html(self) -> str:
-        return page(self.sweep, self.status(), self.summary, self.provenance, self.flags, self.failures, self.views)
+        told = (self.provenance, self.flags, self.failures, self.views, self.published)
+        return page(self.sweep, self.status(), self.summary, *told)
 
     def rich(self) -> Group:
         """For the terminal: the main tables without their rarer columns, then what to know before reading them."""
@@ -69,7 +89,8 @@ class Report:
             Text.assemble((f"{flag.title}. ", "yellow" if flag.level == "warning" else "bold"), flag.text)
             for flag in self.flags
         ]
-        return Group(*drawn, *notes, Text(self.status()))
+        beside = [render.rich(_averages(table), leave_out=("Task",)) for table in self.published]
+        return Group(*drawn, *beside, *notes, Text(self.status()))
 
     def status(self) -> str:
         """How much of the plan is there."""
@@ -84,8 +105,16 @@ class Report:
         return ", ".join(words)
 
     def write(self, folder: Path) -> list[Path]:
-        """``report.html``, ``table.md``, ``table.csv`` and ``table.tex`` in ``folder``."""
-        return write_files(folder, self.html(), self.markdown(), self.csv(), self.latex())
+        """``report.html``, ``table.md``, ``table.csv``, ``table.tex`` and ``leaderboard.json`` in ``folder``."""
+        files = write_files(folder, self.html(), self.markdown(), self.csv(), self.latex())
+        (folder / "leaderboard.json").write_text(self.leaderboard(), encoding="utf-8")
+        return [*files, folder / "leaderboard.json"]
+
+
+def _averages(table: Table) -> Table:
+    """A paper's table for the terminal: the averages alone."""
+    task = [column.title for column in table.columns].index("Task")
+    return replace(table, rows=tuple(row for row in table.rows if row.cells[task].text == AVERAGE))
 
 
 def write_files(folder: Path, html: str, markdown: str, csv: str, latex: str) -> list[Path]:

@@ -19,6 +19,15 @@ FEW_SAMPLES = 20
 IDENTICAL_FROM = 5
 """Fewer equal predictions than this are no sign of anything."""
 NOT_COMPRESSED = ("100%", "unlimited")
+GATES: dict[str, tuple[str, ...]] = {
+    "the grid is complete": ("Incomplete", "Partial"),
+    "no row failed": ("Failed rows",),
+    "the full cache scores above the floor": ("No baseline", "Baseline incomplete", "Baseline below the floor"),
+    "no method answers just as the full cache does": ("Identical to the full cache",),
+    "no sample held more than its budget": ("Over budget",),
+    "all rows were computed in one way": ("Different numerics",),
+}
+"""What a table must pass to be believed, and the flags that say it does not."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,10 @@ def flags(summary: Summary, rows: pd.DataFrame, tasks: Sequence[TaskFacts], swee
             "scores in grey are of these alone and enter no average. Run without --limit to go on with the rest."
         )
         found.append(Flag("warning", "Partial", text))
+    elif summary.cells_done < summary.cells - summary.cells_impossible:
+        missing = summary.cells - summary.cells_impossible - summary.cells_done
+        text = f"{missing:,} cells are not complete; their tasks are in grey and enter no average."
+        found.append(Flag("warning", "Incomplete", text))
     files = sweep.get("data", {}).get("files", {})
     other = [path for path, one in files.items() if one["pinned"] is False]
     if other:
@@ -61,6 +74,12 @@ def flags(summary: Summary, rows: pd.DataFrame, tasks: Sequence[TaskFacts], swee
         text = f"{summary.rows_outside:,} rows of the output belong to cells or samples outside this plan; not shown."
         found.append(Flag("note", "Rows outside the plan", text))
     return sorted(found, key=lambda flag: flag.level != "warning")
+
+
+def gates(found: Sequence[Flag]) -> dict[str, bool]:
+    """Each gate and whether it is passed."""
+    raised = {flag.title for flag in found}
+    return {gate: not raised & set(titles) for gate, titles in GATES.items()}
 
 
 def _board_flags(board: Board) -> Iterator[Flag]:

@@ -2,8 +2,9 @@
 
 Tasks are fixed: nothing is claimed about tasks that were not run. A macro-average is the unweighted mean of the task
 scores, and its squared error is the sum of the tasks' squared errors over T^2, taken on each side of the mean apart
-so that lopsided intervals stay lopsided (Zou and Donner 2008). Data that do not vary get Wilson's interval: the
-bootstrap would claim certainty. Two methods are compared on the same prompts only (Miller 2024, arXiv 2411.00640).
+so that lopsided intervals stay lopsided (Zou and Donner 2008). Answers that are all right or all wrong, or nearly so,
+get Wilson's interval: the bootstrap would claim certainty. Two methods are compared on the same prompts only (Miller
+2024, arXiv 2411.00640).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy as np
 from pipeline.partition import DRAWS, RANDOM_SEED, SAME, Floats, Partition, Scores, partition, replicates
 
 CONFIDENCE = 0.95
+RARE = 5
+"""Fewer right, or wrong, answers than this: a bootstrap of them ends too soon on the side where there is more."""
 
 
 @dataclass(frozen=True)
@@ -133,23 +136,23 @@ def differences(first: Scores, second: Scores) -> Scores:
     """
     same_seeds = np.array_equal(np.unique(first.method_seeds), np.unique(second.method_seeds))
     gathered: dict[tuple[int, str, int | None], list[float]] = {}
-    for value, sample, data_seed, method_seed in _each(second):
+    for value, sample, data_seed, method_seed, _ in _each(second):
         gathered.setdefault((data_seed, sample, method_seed if same_seeds else None), []).append(value)
     rows = []
-    for value, sample, data_seed, method_seed in _each(first):
+    for value, sample, data_seed, method_seed, document in _each(first):
         other = gathered.get((data_seed, sample, method_seed if same_seeds else None))
         if other:
-            rows.append((value - sum(other) / len(other), sample, data_seed, method_seed))
-    values, samples, data_seeds, method_seeds = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return Scores.of(values, samples, data_seeds, method_seeds)
+            rows.append((value - sum(other) / len(other), sample, data_seed, method_seed, document))
+    return Scores.of(*zip(*rows, strict=True)) if rows else Scores.of((), ())
 
 
-def _each(scores: Scores) -> Iterator[tuple[float, str, int, int]]:
+def _each(scores: Scores) -> Iterator[tuple[float, str, int, int, str]]:
     return zip(
         scores.values.tolist(),
         scores.samples.tolist(),
         scores.data_seeds.tolist(),
         scores.method_seeds.tolist(),
+        scores.documents.tolist(),
         strict=True,
     )
 
@@ -158,7 +161,8 @@ def sign_flip_p(shares: Sequence[Floats], draws: int = DRAWS) -> float:
     """Two-sided permutation p-value of a mean difference: ``(b + 1) / (B + 1)``.
 
     ``shares``, one array per task, are what each prompt adds to the mean. Under the null either method could have had
-    either score, so each prompt's sign is a coin toss; a prompt's seeds flip together, and ties change nothing.
+    either score, so each prompt's sign is a coin toss; a prompt's seeds flip together, so do the prompts of a document,
+    and ties change nothing.
     """
     moved = np.concatenate([*shares, np.zeros(0)])
     moved = moved[np.abs(moved) > SAME / max(len(moved), 1)]
@@ -166,13 +170,18 @@ def sign_flip_p(shares: Sequence[Floats], draws: int = DRAWS) -> float:
         return 1.0
     reached = abs(moved.sum()) - 1e-9 * np.abs(moved).sum()
     generator = np.random.default_rng([RANDOM_SEED, len(moved)])
-    extreme, left = 0, draws
-    while left:
-        rows = min(left, max(1, 4_000_000 // len(moved)))
-        signs = generator.integers(0, 2, size=(rows, len(moved)), dtype=np.int8) * 2 - 1
-        extreme += int((np.abs(np.einsum("dn,n->d", signs, moved)) >= reached).sum())
-        left -= rows
-    return (extreme + 1) / (draws + 1)
+    total = np.zeros(draws)
+    for sums in _sums_of_eight(moved):
+        total += sums[generator.integers(0, 256, draws, dtype=np.uint8)]
+    return (int((np.abs(total) >= reached).sum()) + 1) / (draws + 1)
+
+
+def _sums_of_eight(values: Floats) -> Floats:
+    """Values by eights: what each of the 256 ways to choose the signs of eight sums to ``[n / 8, 256]``."""
+    eights = np.zeros((-(-len(values) // 8), 8))
+    eights.ravel()[: len(values)] = values
+    signs = 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1) - 1
+    return np.einsum("en,sn->es", eights, signs)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -222,13 +231,33 @@ def minimum_detectable_effect(samples: Sequence[int], spread: float = 0.4, power
 
 
 def _estimate(parts: Partition, stream: str, bounds: tuple[float, float]) -> Estimate:
-    if parts.constant or parts.samples == 1:
+    if parts.constant or parts.units == 1:
         interval = _unvaried(parts, bounds)
+    elif parts.seeds == 1 and _near_an_edge(parts, bounds):
+        interval = wilson(parts.mean * parts.units, parts.units)
     else:
-        low, high = np.quantile(replicates(parts, stream), [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
-        interval = Interval(float(low), float(high), parts.design)
+        interval = _bootstrap(parts, stream, bounds)
     seeds = between_seeds(list(parts.seed_means().values()))
     return Estimate(parts.mean, interval, seeds, parts.samples, parts.seeds)
+
+
+def _near_an_edge(parts: Partition, bounds: tuple[float, float]) -> bool:
+    """Answers of one prompt each, right or wrong, of which fewer than ``RARE`` are right, or wrong."""
+    values = parts.blocks[0].values
+    if bounds != (0.0, 1.0) or parts.units != parts.samples or not np.isin(values, bounds).all():
+        return False
+    right = round(parts.mean * parts.samples)
+    return min(right, parts.samples - right) < RARE
+
+
+def _bootstrap(parts: Partition, stream: str, bounds: tuple[float, float]) -> Interval:
+    """The bootstrap's percentiles; over several seeds, its shape with the spread of ``Partition.standard_error``."""
+    drawn = replicates(parts, stream)
+    low, high = np.quantile(drawn, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
+    if parts.seeds > 1:
+        scale = parts.standard_error() / float(np.std(drawn))
+        low, high = parts.mean + scale * (low - parts.mean), parts.mean + scale * (high - parts.mean)
+    return Interval(max(float(low), bounds[0]), min(float(high), bounds[1]), parts.design)
 
 
 def _unvaried(parts: Partition, bounds: tuple[float, float]) -> Interval | None:
@@ -239,7 +268,7 @@ def _unvaried(parts: Partition, bounds: tuple[float, float]) -> Interval | None:
     value = parts.mean
     if not parts.constant or not any(abs(value - known) < SAME for known in (*bounds, 0.0)):
         return None
-    others = wilson(0, parts.samples).high
+    others = wilson(0, parts.units).high
     low, high = bounds
     return Interval(value - others * (value - low), value + others * (high - value), "Wilson")
 

@@ -27,7 +27,7 @@ MEMORY_MEANS = [
 ]
 COST_MEDIANS = ["prefill_s", "compress_s", "decode_s", "output_tokens", "batch_rows", "ttft_s", "tpot_s"]
 USED = [
-    *("cell_id", "sample_id", "sample_index", "task", "data_seed", "method_seed", *PROTOCOL),
+    *("cell_id", "sample_id", "sample_index", "sample_meta", "task", "data_seed", "method_seed", *PROTOCOL),
     *("status", "error", "score", "scored", "numerics", "finished_at", "over_budget", "peak_device_bytes", "timing"),
     *(*MEMORY_MEANS, *COST_MEDIANS),
 ]
@@ -206,7 +206,13 @@ def _task_result(task: str, cells: Sequence[Mapping[str, Any]], by_cell: Mapping
 
 
 def _scores(scored: pd.DataFrame) -> Scores:
-    return Scores.of(scored["score"], scored["sample_id"], scored["data_seed"], scored["method_seed"])
+    """Samples that name a ``document`` which they share are one unit of it."""
+    named = [_document(meta, sample) for meta, sample in zip(scored["sample_meta"], scored["sample_id"], strict=True)]
+    return Scores.of(scored["score"], scored["sample_id"], scored["data_seed"], scored["method_seed"], named)
+
+
+def _document(meta: str, sample: str) -> str:
+    return str(json.loads(meta).get("document", sample)) if '"document"' in meta else sample
 
 
 def _scored_rows(rows: pd.DataFrame | None) -> int:

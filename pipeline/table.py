@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Tone = Literal["", "better", "worse", "muted", "warning"]
+Mark = Literal["", "best", "second"]
+"""Bold and underlined in the papers' tables."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Cell:
     text: str
     aside: str = ""
     tone: Tone = ""
+    mark: Mark = ""
 
     def __str__(self) -> str:
         return f"{self.text} {self.aside}".strip()

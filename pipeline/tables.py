@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.figures import (
@@ -19,7 +19,7 @@ from pipeline.figures import (
 )
 from pipeline.results import PROTOCOL, Board, Result, Summary, TaskResult
 from pipeline.stats import Comparison, Interval, Macro
-from pipeline.table import Cell, Column, Row, Table, Tone
+from pipeline.table import Cell, Column, Mark, Row, Table, Tone
 
 
 def main_table(board: Board) -> Table:
@@ -31,7 +31,7 @@ def main_table(board: Board) -> Table:
         Column("Macro", about="unweighted mean over tasks with its 95 % interval"),
         *([Column("Between seeds", about="95 % t-interval over seed means")] if seeds else []),
         Column("Δ full", about="difference to the full cache on the same samples, with its 95 % interval"),
-        Column("Verdict", numeric=False, about="within noise: the interval of the difference holds 0"),
+        Column("Verdict", numeric=False, about="within noise: the interval of the difference holds 0, or p > 0.05"),
         Column("p", about="sign-flip permutation, Holm-corrected over this table"),
         Column("KV prefill", about="share of the full cache held at the end of prefill, measured"),
         Column("KV end", about="share of the full cache held at the end"),
@@ -45,6 +45,56 @@ def main_table(board: Board) -> Table:
     rows = [Row(tuple(_main_cells(result, board, seeds)), result.configuration.budget) for result in ranked(board)]
     family = f" p-values are Holm-corrected over the {board.compared} comparisons here." if board.compared else ""
     return Table(name(board.condition), tuple(columns), tuple(rows), protocol_words(board.condition) + family)
+
+
+def papers_table(board: Board) -> Table:
+    """The layout of the papers' tables: methods down by budget, tasks across, the best bold and the second underlined
+    within a budget, the full cache apart. Only complete tasks take part."""
+    rows = ranked(board)
+    columns = [Column("Method", False), Column("KV memory"), *(Column(task) for task in board.tasks), Column("Avg.")]
+    marks = {
+        (place, task): mark
+        for budget in board.budgets
+        for task in (None, *board.tasks)
+        for place, mark in _marks(
+            {
+                index: _plain_score(result, task)
+                for index, result in enumerate(rows)
+                if result.configuration.budget == budget and not result.configuration.is_baseline
+            }
+        )
+    }
+    made = []
+    for index, result in enumerate(rows):
+        held = share(result.memory.share_peak if result.memory else None)
+        scores = [
+            Cell(points(_plain_score(result, task)), mark=marks.get((index, task), "")) for task in (*board.tasks, None)
+        ]
+        made.append(Row((Cell(result.label), Cell(held), *scores), result.configuration.budget))
+    words = "KV memory: share of the full cache held at its peak, measured; groups are of one budget asked."
+    return Table(name(board.condition), tuple(columns), tuple(made), words)
+
+
+def leaderboard(summary: Summary, sweep: Mapping[str, Any]) -> dict[str, Any]:
+    """For other programs: the records of :func:`records`, ranked within model, context and protocol.
+
+    ``rank`` is the place by macro-average among the configurations of one budget, 1 the best; None without one.
+    """
+    tasks = list(dict.fromkeys(task for board in summary.boards for task in board.tasks))
+    boards = []
+    for board in summary.boards:
+        places: dict[str, int] = {}
+        entries = []
+        for result in ranked(board):
+            placed = result.macro.value is not None and not result.configuration.is_baseline
+            if placed:
+                places[result.configuration.budget] = places.get(result.configuration.budget, 0) + 1
+            rank = places[result.configuration.budget] if placed else None
+            record = {key: None if value != value else value for key, value in _record(result, tasks).items()}  # no NaN
+            entries.append({"rank": rank, **record})
+        boards.append({"model": board.condition.model, "context": board.condition.context, "entries": entries})
+    facts = {key: sweep.get(key) for key in ("name", "started", "versions", "protocol")}
+    return {"sweep": facts, "scores": "times 100", "boards": boards}
 
 
 def overview_table(board: Board) -> Table:
@@ -108,6 +158,23 @@ def ranked(board: Board) -> list[Result]:
         return board.budgets.index(result.configuration.budget), float("inf") if value is None else -value
 
     return sorted(board.results, key=lambda result: (not result.configuration.is_baseline, *place(result)))
+
+
+def _plain_score(result: Result, task: str | None) -> float | None:
+    """A task's score, or the macro-average for None."""
+    if task is None:
+        return result.macro.value
+    estimate = result.tasks[task].estimate
+    return estimate.value if estimate else None
+
+
+def _marks(scores: Mapping[int, float | None]) -> Iterator[tuple[int, Mark]]:
+    """The best and the second-best distinct score as shown, of two and more."""
+    shown = {index: points(score) for index, score in scores.items() if score is not None}
+    best = sorted(set(shown.values()), key=float, reverse=True)[:2] if len(shown) > 1 else []
+    titles: tuple[Mark, Mark] = ("best", "second")
+    for mark, text in zip(titles, best, strict=False):
+        yield from ((index, mark) for index, score in shown.items() if score == text)
 
 
 def _main_cells(result: Result, board: Board, seeds: bool) -> Iterable[Cell]:

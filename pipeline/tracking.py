@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("kvsweep.tracking")
 PROGRESS_EVERY_S = 5.0
+CLOSE_S, PER_RUN_S = 30.0, 0.5
 OFF = "off"
 HINT = "the sweep goes on; `kvsweep replay` fills MLflow in later"
 
@@ -53,6 +54,7 @@ class Tracker:
         self._runs: SweepRuns | None = None
         self._failed = False
         self._last_progress = 0.0
+        self._to_write = 0
         self._uri = OFF
         self.links: dict[str, str] = {}
         """Addresses of the saved views, once a server has them."""
@@ -81,13 +83,16 @@ class Tracker:
 
     def finish(self, report: Report, files: Sequence[Path], status: str) -> None:
         """Results, files and the end of the parent run: ``FINISHED``, ``FAILED`` or ``KILLED``."""
+        self._to_write = len(report.summary.results)
         self._call(lambda runs: _write(runs, report, files, status))
         self._call(self._views)
 
-    def close(self, timeout: float = 30.0) -> None:
-        """Wait for what is still to be written, but no longer than ``timeout`` seconds."""
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for what is still to be written, but no longer than ``timeout`` seconds: where nothing is said, half a
+        minute, and half a second for each configuration."""
         if self._thread is None:
             return
+        timeout = CLOSE_S + PER_RUN_S * self._to_write if timeout is None else timeout
         self._queue.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive() and not self._failed:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from tasks import metrics
 from tasks.groups import GROUPS
-from tasks.sample import Sample
+from tasks.sample import Sample, document_name
 from tasks.sources import DataError, DataSources, fingerprint, numbered_jsonl
 from tasks.task import TaskError, check_choice, check_context, check_limit, nearest
 from tasks.tokens import Tokenizer
@@ -127,7 +127,8 @@ class JsonlTask:
     def _sample(self, index: int, record: Record, tokenizer: Tokenizer) -> Sample:
         context = record.context + self.separator if record.context else ""
         question = record.question
-        meta = {**record.meta, "file": Path(self.file).name, **({"id": record.id} if record.id else {})}
+        shared = {"document": document_name(record.context)} if record.context else {}
+        meta = {**shared, **record.meta, "file": Path(self.file).name, **({"id": record.id} if record.id else {})}
         if self.max_length is not None:
             cut = cut_prompt(context, question, tokenizer, self.max_length)
             context, question = cut.context, cut.question

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from tasks import metrics
 from tasks.longbench_prompt import check_limit_on_file, load_template
 from tasks.longbench_records import Record, RecordFile, load_records
-from tasks.sample import Sample
+from tasks.sample import Sample, document_name
 from tasks.sources import DataError, DataSources
 from tasks.task import TaskError, UnknownTask, check_choice, check_context, check_limit, nearest
 from tasks.tokens import Tokenizer
@@ -134,6 +134,7 @@ class LongBench:
             "uncut_tokens": prompt.tokens,
             "truncated": prompt.truncated,
             "benchmark_size": self.official_count,
+            "document": document_name(record.context),
         }
         if prompt.question_cut:
             meta["question_cut"] = True

@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 from row_factory import MODEL, Output, make_cell, make_output, make_rows, make_sweep
 
-from pipeline import appendix, figures, stats, tables
+from pipeline import appendix, figures, sanity, stats, tables
 from pipeline.compare import CompareError, compare
+from pipeline.families import families_of, family_score, front
 from pipeline.partition import Scores
 from pipeline.plots import looks
 from pipeline.report import Report, build_report
@@ -296,6 +297,45 @@ def test_markdown_and_latex_escape_what_names_hold() -> None:
     assert r"10\%" in report.latex()
 
 
+def test_the_papers_layout_marks_the_best_and_the_second_of_a_budget() -> None:
+    best, second, third = [1.0] * 10, [1.0] * 9 + [0.0], [1.0] * 5 + [0.0] * 5
+    report = report_of(
+        part("full", "100%"), part("snapkv", "10%", scores=second), part("qevict", "10%", scores=best),
+        part("adakv", "10%", scores=second), part("random", "10%", scores=third), part("snapkv", "20%"),
+    )  # fmt: skip
+    table = tables.papers_table(report.summary.boards[0])
+    marks = {(row.cells[0].text, row.group): [cell.mark for cell in row.cells[2:]] for row in table.rows}
+    assert marks == {
+        ("full", "100%"): ["", ""], ("qevict", "10%"): ["best"] * 2, ("snapkv", "10%"): ["second"] * 2,
+        ("adakv", "10%"): ["second"] * 2, ("random", "10%"): ["", ""], ("snapkv", "20%"): ["", ""],
+    }  # fmt: skip
+    assert r"\textbf{100.0} & \textbf{100.0} \\" in report.latex()
+    assert r"\underline{90.0}" in report.latex()
+
+
+def test_the_leaderboard_ranks_by_macro_average_within_a_budget(report: Report) -> None:
+    read = json.loads(report.leaderboard())
+    ((board,),) = [read["boards"]]
+    assert [entry["rank"] for entry in board["entries"]] == [None, 1, 2, 1, 2]
+    by_rank = {entry["rank"]: entry["macro"] for entry in board["entries"] if entry["budget"] == "10%"}
+    assert by_rank[1] >= by_rank[2]
+    assert [entry["label"] for entry in board["entries"]] == [
+        result.label for result in tables.ranked(report.summary.boards[0])
+    ]
+
+
+def test_a_figure_that_cannot_be_is_null_on_the_leaderboard() -> None:
+    report = report_of(part("full", "100%", kv_bytes_full=0))
+    (entry,) = json.loads(report.leaderboard())["boards"][0]["entries"]
+    assert (entry["kv_share_peak"], entry["kv_share_prefill"]) == (None, 1.0)
+
+
+def test_an_incomplete_configuration_has_no_rank() -> None:
+    report = report_of(part("full", "100%"), part("snapkv", "10%", expected=20), part("qevict", "10%"))
+    entries = json.loads(report.leaderboard())["boards"][0]["entries"]
+    assert {entry["method"]: entry["rank"] for entry in entries} == {"full": None, "qevict": 1, "snapkv": None}
+
+
 def test_the_terminal_shows_macro_averages_and_status(report: Report) -> None:
     from rich.console import Console
 
@@ -314,9 +354,21 @@ def test_a_sound_sweep_raises_no_warning(report: Report) -> None:
     assert [flag.title for flag in report.flags if flag.level == "warning"] == []
 
 
+def test_a_sound_sweep_passes_every_gate(report: Report) -> None:
+    assert all(sanity.gates(report.flags).values())
+    assert report.html().count("<li class='passed'>") == len(sanity.GATES)
+
+
 def test_a_baseline_below_the_floor_is_a_warning() -> None:
     report = report_of(part("full", "100%", scores=[0.0] * 19 + [1.0]), part("snapkv", "10%", scores=[0.0] * 20))
     assert "Baseline below the floor" in flag_titles(report)
+    assert not sanity.gates(report.flags)["the full cache scores above the floor"]
+
+
+def test_a_grid_with_a_gap_does_not_pass_as_complete() -> None:
+    report = report_of(part("full", "100%"), part("snapkv", "10%", expected=20))
+    assert "Incomplete" in flag_titles(report)
+    assert "✗ the grid is complete" in report.html()
 
 
 def test_a_missing_baseline_is_a_warning() -> None:
@@ -408,9 +460,75 @@ def test_the_page_says_what_was_run(report: Report) -> None:
 def test_plots_hold_every_method_with_its_figures(report: Report) -> None:
     text = report.html()
     qevict = only(report, "qevict", "10%")
-    assert text.count("<svg role='img'") == 3
+    assert text.count("<svg role='img'") == 6
     assert f"<title>qevict at 10%: {figures.points(qevict.macro.value)} " in text
     assert "currentColor" in text
+
+
+def test_the_page_says_how_to_run_it_again() -> None:
+    models = {"small": {"source": "owner/small", "revision": "abc", "dtype": "bfloat16"}}
+    files = {"a.jsonl": {"from": "cache", "path": "/there/a.jsonl", "sha256": "5f" * 32, "pinned": True}}
+    file = "name: unit\nmodels: [{label: small, source: owner/small}]\ncontexts: [4096]\n"
+    sweep = {"models": models, "data": {"files": files}, "config_text": file, "limit": None}
+    text = Page(report_of(part("full", "100%"), **sweep).html()).text
+    for words in ("pip install -e . torch==2.13.0", "kvsweep run sweep.yaml --output", "name: unit", "5f" * 32):
+        assert words in text
+    assert "owner/small at abc, bfloat16" in text
+
+
+def test_a_model_and_a_length_in_place_of_the_file_s_are_in_the_command() -> None:
+    models = {"small": {"source": "wheel:small"}}
+    file = "models:\n  - {label: big, source: owner/big}\ncontexts: [32768]\n"
+    text = Page(report_of(part("full", "100%"), models=models, config_text=file).html()).text
+    assert "kvsweep run sweep.yaml --model wheel:small --context 4096 --output" in text
+    same = file.replace("owner/big", "wheel:small").replace("32768", "2048, 4096")
+    text = Page(report_of(part("full", "100%"), models=models, config_text=same).html()).text
+    assert "kvsweep run sweep.yaml --output" in text
+
+
+def test_the_map_of_tasks_holds_every_score_with_its_difference_to_the_full_cache(report: Report) -> None:
+    text = report.html()
+    for result in report.summary.results:
+        for task in result.tasks.values():
+            ends = figures.brackets(task.estimate.interval)
+            assert f"{figures.full_name(result)}, {task.task}: {figures.points(task.estimate.value)} {ends}" in text
+
+
+def test_the_page_sets_measured_beside_asked() -> None:
+    held = {"budget_bytes": 1000, "charged_bytes": 900, "kv_bytes_prefill": 950, "kv_bytes_full_prefill": 10_000}
+    report = report_of(part("full", "100%"), part("snapkv", "10%", over_budget=[True] + [False] * 9, **held))
+    table = appendix.budgets_table(report.summary.boards[0])
+    cells = dict(zip([column.title for column in table.columns], map(str, table.rows[1].cells), strict=True))
+    assert (cells["Asked"], cells["Charged / asked"], cells["Held / asked"]) == ("1000 B", "90.0%", "95.0%")
+    assert cells["Held, prefill"] == "950 B (9.5%)"
+    assert cells["Over budget"] == "1 of 10"
+
+
+def test_the_front_holds_what_no_other_place_dominates() -> None:
+    places = [(0.10, 0.5), (0.20, 0.5), (0.20, 0.7), (0.05, 0.1), (0.30, 0.7), (0.20, 0.7)]
+    assert front(places) == [3, 0, 2, 5]
+    assert front([]) == []
+
+
+def test_a_family_has_a_score_once_its_tasks_are_complete() -> None:
+    report = report_of(
+        part("full", "100%", "qasper", scores=[1.0, 0.0]), part("full", "100%", "narrativeqa", scores=[1.0, 1.0]),
+        part("snapkv", "10%", "qasper", scores=[1.0, 0.0]),
+        part("snapkv", "10%", "narrativeqa", scores=[1.0], expected=2),
+        part("full", "100%", "my task", scores=[1.0]),
+    )  # fmt: skip
+    (board,) = report.summary.boards
+    families = families_of(board)
+    assert families == {"Single-document QA": ("qasper", "narrativeqa"), "my task": ("my task",)}
+    assert family_score(only(report, "full"), families["Single-document QA"]) == pytest.approx(0.75)
+    assert family_score(only(report, "snapkv"), families["Single-document QA"]) is None
+
+
+def test_samples_that_share_a_document_are_one_unit() -> None:
+    named = [json.dumps({"document": f"d{index // 5}"}) for index in range(10)]
+    report = report_of(part("full", "100%", sample_meta=named))
+    assert only(report, "full").tasks["vt"].estimate.interval.how == "bootstrap of documents"
+    assert only(report, "full").tasks["vt"].estimate.samples == 10
 
 
 def test_twenty_methods_look_different() -> None:
@@ -420,7 +538,7 @@ def test_twenty_methods_look_different() -> None:
 
 def test_report_files_are_written(report: Report, tmp_path: Path) -> None:
     files = report.write(tmp_path / "report")
-    assert [file.name for file in files] == ["report.html", "table.md", "table.csv", "table.tex"]
+    assert [file.name for file in files] == ["report.html", "table.md", "table.csv", "table.tex", "leaderboard.json"]
     assert files[2].read_text(encoding="utf-8") == report.csv()
 
 

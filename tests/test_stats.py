@@ -120,6 +120,59 @@ def test_equal_seeds_of_a_deterministic_method_add_no_certainty() -> None:
     assert thrice.high - thrice.low == approx(once.high - once.low, rel=0.05)
 
 
+def about(documents: list[str], values: list[float]) -> Scores:
+    return Scores.of(values, [f"p{index}" for index in range(len(values))], documents=documents)
+
+
+def test_questions_about_one_document_are_one_observation() -> None:
+    """Five questions that always agree tell as much as one."""
+    documents = [f"d{index // 5}" for index in range(200)]
+    clustered = stats.task_score(about(documents, np.repeat(GRADED, 5).tolist()), "a")
+    alone = stats.task_score(plain(GRADED), "a")
+    assert clustered.interval is not None
+    assert alone.interval is not None
+    assert (clustered.value, clustered.samples) == (approx(alone.value), 200)
+    assert clustered.interval.how == "bootstrap of documents"
+    assert clustered.interval.high - clustered.interval.low == approx(
+        alone.interval.high - alone.interval.low, rel=0.05
+    )
+
+
+def test_the_spread_over_documents_of_different_sizes_is_that_of_a_ratio() -> None:
+    generator = np.random.default_rng(6)
+    sizes = generator.integers(1, 8, 60)
+    documents = np.repeat(np.arange(60), sizes)
+    values = generator.normal(0, 1, 60)[documents] + generator.normal(0, 0.5, len(documents))
+    totals = np.bincount(documents, values - values.mean())
+    spread = replicates(partition(about([f"d{one}" for one in documents], values.tolist())), "a").var()
+    assert spread == approx((totals**2).sum() / len(values) ** 2, rel=0.12)
+
+
+def test_the_questions_of_a_document_flip_together() -> None:
+    gaps = np.random.default_rng(0).normal(0.1, 0.3, 25)
+    documents = [f"d{index // 3}" for index in range(75)]
+    thrice, zero = about(documents, np.repeat(gaps, 3).tolist()), about(documents, [0.0] * 75)
+    once = stats.compare({"a": plain(gaps.tolist())}, {"a": plain([0.0] * 25)})
+    assert stats.compare({"a": thrice}, {"a": zero}).p == once.p
+
+
+def test_one_document_for_all_is_no_cluster() -> None:
+    values = GRADED[:20]
+    assert stats.task_score(about(["shots"] * 20, values), "a") == stats.task_score(plain(values, "p"), "a")
+
+
+def test_seeds_on_shared_documents_are_two_way_over_documents() -> None:
+    scores = Scores.of(
+        np.tile(GRADED, 3), [f"p{index}" for index in range(40)] * 3, method_seeds=np.repeat([0, 1, 2], 40),
+        documents=[f"d{index // 2}" for index in range(40)] * 3,
+    )  # fmt: skip
+    parts = partition(scores)
+    assert (parts.units, parts.samples, parts.design) == (20, 40, "two-way bootstrap of documents")
+    assert parts.standard_error() == approx(
+        partition(about([f"d{i // 2}" for i in range(40)], GRADED)).standard_error()
+    )
+
+
 @settings(max_examples=25)
 @given(scores_lists, st.randoms(use_true_random=False))
 def test_the_order_of_rows_changes_nothing(values: list[float], random) -> None:
@@ -150,6 +203,20 @@ def test_nothing_is_said_of_one_graded_sample_or_of_a_constant_in_between() -> N
     assert stats.task_score(plain([0.37]), "a").interval is None
     assert stats.task_score(plain([0.5] * 10), "a").interval is None
     assert stats.task_score(crossed(np.array([[0.2], [0.6], [0.4]])), "a").interval is None
+
+
+@pytest.mark.parametrize("right", [1, 4, 36, 39])
+def test_answers_that_are_nearly_all_right_or_wrong_get_wilsons_interval(right: int) -> None:
+    interval = stats.task_score(plain([1.0] * right + [0.0] * (40 - right)), "a").interval
+    theirs = scipy.stats.binomtest(right, 40).proportion_ci(method="wilson")
+    assert interval is not None
+    assert (interval.low, interval.high, interval.how) == (approx(theirs.low), approx(theirs.high), "Wilson")
+
+
+def test_answers_further_from_the_edge_are_resampled() -> None:
+    interval = stats.task_score(plain([1.0] * 5 + [0.0] * 35), "a").interval
+    assert interval is not None
+    assert interval.how == "bootstrap"
 
 
 def test_shared_prompts_count_once_in_wilsons_interval() -> None:
@@ -352,27 +419,39 @@ def test_the_minimum_detectable_effect_has_its_closed_form() -> None:
 # ---- coverage
 
 
-def covered(repeats: int, seeds: int, samples: int, seed_spread: float, fresh: bool) -> float:
-    """How often the interval holds the true mean, for right-or-wrong answers of prompts of varying ease."""
+def simulated(repeats: int, seeds: int, samples: int, seed_spread: float, fresh: bool) -> tuple[float, float]:
+    """How often the interval holds the true mean, for right-or-wrong answers of prompts of varying ease; and its mean
+    width over that of an oracle, who knows the standard error of the mean."""
     generator = np.random.default_rng(42)
     ease = generator.normal(0, 1.5, 200_000)
     truth = np.mean(1 / (1 + np.exp(-(ease + generator.normal(0, seed_spread, ease.size)))))
-    hits = 0
-    for _ in range(repeats):
+    hits, widths, means = 0, [], []
+    for repeat in range(10 * repeats):  # the oracle's standard error is to be better known than the intervals
         prompts = generator.normal(0, 1.5, (seeds if fresh else 1, samples))
         chance = 1 / (1 + np.exp(-(prompts + generator.normal(0, seed_spread, (seeds, 1)))))
         grid = (generator.random((seeds, samples)) < chance).astype(float)
+        means.append(grid.mean())
+        if repeat >= repeats:
+            continue
         interval = stats.task_score(nested(grid) if fresh else crossed(grid), "a").interval
-        hits += interval is not None and interval.holds(float(truth))
-    return hits / repeats
+        assert interval is not None
+        hits += interval.holds(float(truth))
+        widths.append(interval.high - interval.low)
+    return hits / repeats, float(np.mean(widths) / (2 * scipy.stats.norm.ppf(0.975) * np.std(means)))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("samples", [50, 200])
 @pytest.mark.parametrize(
-    ("seeds", "samples", "seed_spread", "fresh"),
-    [(1, 100, 0.0, False), (3, 50, 0.0, False), (3, 50, 0.3, False), (5, 50, 0.3, False), (5, 50, 0.0, True)],
+    ("seeds", "fresh", "seed_spread"),
+    [(1, False, 0.0), *((seeds, *design) for seeds in (3, 5) for design in ((False, 0.0), (False, 0.3)))]
+    + [(seeds, True, spread) for seeds in (3, 5) for spread in (0.0, 0.15)],
 )
-def test_intervals_hold_the_truth_about_as_often_as_they_say(
+def test_intervals_hold_the_truth_about_as_often_as_they_say_and_are_little_wider_than_need_be(
     seeds: int, samples: int, seed_spread: float, fresh: bool
 ) -> None:
-    assert covered(300, seeds, samples, seed_spread, fresh) >= 0.91
+    """Fresh prompts under three seeds whose own effect is most of the error, 0.3 at 200 prompts, are held in 89 %: no
+    interval does better there that is as narrow where seeds do nothing."""
+    held, wide = simulated(2000, seeds, samples, seed_spread, fresh)
+    assert held >= 0.92
+    assert wide <= 1.3

@@ -53,6 +53,16 @@ def complaint(file: Path, **settings: Any) -> str:
     return str(caught.value)
 
 
+def test_records_about_one_text_share_a_document_unless_they_name_their_own(tmp_path: Path) -> None:
+    about = [{"context": text, "question": f"{text}?", "references": ["2"], "id": text} for text in ("one", "two")]
+    again = {**about[0], "question": "And then?", "id": "again"}
+    own = {**about[0], "question": "Or else?", "id": "own", "meta": {"document": "a book"}}
+    first, second, third, fourth, fifth = made(write(tmp_path, *about, again, own, GOOD))
+    assert first.meta["document"] == third.meta["document"] != second.meta["document"]
+    assert fourth.meta["document"] == "a book"
+    assert "document" not in fifth.meta
+
+
 # The documentation
 
 

@@ -163,10 +163,40 @@ def test_files_lie_under_the_output_and_can_be_read_back(tracked: tuple[Path, Re
     run_id = parent.info.run_id
     assert {item.path for item in client.list_artifacts(run_id)} == {"sweep.yaml", "report.html", "tables"}
     assert {item.path for item in client.list_artifacts(run_id, "tables")} == {
-        f"tables/table.{kind}" for kind in ("md", "csv", "tex")
+        "tables/leaderboard.json",
+        *(f"tables/table.{kind}" for kind in ("md", "csv", "tex")),
     }
     (page,) = (folder / "mlartifacts").rglob("report.html")
     assert page.read_text(encoding="utf-8") == report.html()
+
+
+def datasets_of(folder: Path) -> dict[str, str]:
+    """Name to digest, of the parent."""
+    inputs = [one.dataset for one in runs_in(folder)[0].inputs.dataset_inputs]
+    assert len(inputs) == len({one.name for one in inputs})
+    return {one.name: one.digest for one in inputs}
+
+
+def test_the_samples_of_every_task_are_datasets_with_digests_of_their_contents(
+    tracked: tuple[Path, Report], output: Output
+) -> None:
+    folder, report = tracked
+    found = datasets_of(folder)
+    assert set(found) == {"niah, 4,096 tokens", "vt, 4,096 tokens"}
+    other = output.rows.assign(sample_id=output.rows["sample_id"] + "'")
+    digests = [build_report(rows, output.cells, report.sweep).provenance.tasks for rows in (output.rows[::-1], other)]
+    same, changed = ({f"{task.task}, 4,096 tokens": task.digest for task in tasks} for tasks in digests)
+    assert same == found
+    assert not set(changed.values()) & set(found.values())
+    replay(None, report.sweep, output.cells, report, [], "FAILED")
+    assert datasets_of(folder) == found
+
+
+def test_files_that_tasks_were_read_from_are_datasets_with_their_checksums(folder: Path, output: Output) -> None:
+    files = {"a/b.jsonl": {"from": "cache", "path": "/there/b.jsonl", "sha256": "ab" * 32, "pinned": True}}
+    sweep = sweep_in(folder, data={"files": files})
+    replay(None, sweep, output.cells, report_of(output, sweep), [])
+    assert datasets_of(folder)["a/b.jsonl"] == ("ab" * 32)[:36]
 
 
 def test_replay_writes_what_live_tracking_wrote_and_adds_no_twins(tracked: tuple[Path, Report], output: Output) -> None:
@@ -187,6 +217,22 @@ def test_replay_writes_what_live_tracking_wrote_and_adds_no_twins(tracked: tuple
     for _ in range(2):
         replay(None, report.sweep, output.cells, report, [], "FAILED")
     assert state() == before
+
+
+def test_a_configuration_that_did_not_change_costs_a_replay_no_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_output(samples=4)
+    sweep = sweep_in(folder)
+    report = report_of(made, sweep)
+    replay(None, sweep, made.cells, report, [])
+    parent, children = runs_in(folder)
+    written: list[str] = []
+    for name in ("log_batch", "set_terminated", "set_tag", "create_run"):
+        monkeypatch.setattr(mlflow.MlflowClient, name, lambda client, run_id, *more: written.append(run_id))
+    replay(None, sweep, made.cells, report, [])
+    assert len(children) == 5
+    assert set(written) == {parent.info.run_id}
 
 
 def test_replay_alone_fills_an_empty_store(folder: Path, output: Output) -> None:
