@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcache.layout import CacheLayout
-from kvcache.select import apportion, rank
+from kvcache.select import apportion, best_of_rows
 from kvcache.window_evictor import Safeguard
 
 
@@ -56,14 +56,15 @@ def head_budgets(scores: Tensor, each: int, protected: int, alpha: float, safegu
     share = Fraction(str(alpha))
     if safeguard == "blend":
         return blend(best_of_layer(scores, len(scores) * each), each, share)
-    own = rank(scores)[:, : max(int(share * (each + protected)) - protected, 0)]
-    return best_of_layer(scores.scatter(1, own, torch.inf), len(scores) * each)
+    sure = max(int(share * (each + protected)) - protected, 0)
+    own = best_of_rows(scores, torch.full(scores.shape[:1], sure, device=scores.device))
+    return best_of_layer(scores.masked_fill(own, torch.inf), len(scores) * each)
 
 
 def best_of_layer(scores: Tensor, total: int) -> list[int]:
     """How many of a layer's ``total`` best scores each head holds; ties by lower position, then lower head. [H, m]"""
-    heads = len(scores)
-    return torch.bincount(rank(scores.T.flatten())[:total] % heads, minlength=heads).tolist()
+    best = best_of_rows(scores.T.reshape(1, -1), torch.tensor([total], device=scores.device))
+    return best.view(-1, len(scores)).sum(0).tolist()
 
 
 def blend(counts: Sequence[int], each: int, alpha: Fraction) -> list[int]:

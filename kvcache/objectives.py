@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 Objective = Literal["attention", "value_norm", "projection", "prune_value", "prune_key", "prune_both"]
@@ -61,6 +62,9 @@ def prune_key(probabilities: Tensor, values: Tensor, output: Tensor, logits: Ten
 def prune_both(probabilities: Tensor, values: Tensor, output: Tensor, logits: Tensor) -> Tensor:
     """S_VK, as a² ||(1 + z) v - z o||² = S_V + S_K + 2 a² z (||v||² - vᵀo)."""
     of_output = output.square().sum(-1, keepdim=True)
-    both = (1 + logits).square() * values.square().sum(-1)
-    both = both - 2 * logits * (1 + logits) * (output @ values.T) + logits.square() * of_output
-    return probabilities.square() * both.clamp_min(0)
+    with_value = 1 + logits
+    both = with_value.square().mul_(values.square().sum(-1))
+    crossed = (2 * logits).mul_(with_value).mul_(output @ values.T)
+    both -= crossed
+    both += torch.square(logits, out=with_value).mul_(of_output)
+    return both.clamp_min_(0).mul_(torch.square(probabilities, out=crossed))

@@ -45,6 +45,8 @@ class LayerPrefill:
     """Of the states that enter attention, after the layer's input norm."""
     probes: dict[float, Tensor] = field(default_factory=dict)
     """Rotated probe queries of every share asked for, [H_q, k, d]."""
+    window_scores: dict[tuple[int, int, int, str], Tensor] = field(default_factory=dict, init=False, repr=False)
+    """What :func:`kvcache.window.pooled_window_scores` found, by its settings: once for all methods and budgets."""
 
     @cached_property
     def projected_value_norms(self) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TOKENS_PER_PRODUCT = 1024
+TOKENS_PER_PRODUCT = 512
 """Bounds the fp32 workspace."""
 
 
@@ -22,6 +22,6 @@ def projected_norms(values: Tensor, output_projection: Tensor) -> Tensor:
             block = slice(start, start + TOKENS_PER_PRODUCT)
             tokens = values[head, block].to(dtype)
             for of_head in of_group:
-                norms[head, block] += torch.linalg.vector_norm(tokens @ of_head, 1, dim=-1)
+                norms[head, block] += (tokens @ of_head).abs_().sum(-1)  # vector_norm takes six times longer on a CPU
         norms[head] /= len(of_group)
     return norms

@@ -1,7 +1,8 @@
 """Choosing what stays: ranking with a defined tie rule, protected entries, one result on every device.
 
 ``torch.topk`` has no tie rule and devices differ; after max-pooling ties are the norm. Here a higher score wins, then
-the lower position.
+the lower position. Only its values are taken, to find the last score that is kept: what is above it stays, and of
+those level with it the first.
 """
 
 from __future__ import annotations
@@ -37,15 +38,37 @@ def keep_top(scores: Tensor, count: int, protected: Tensor | None = None) -> Ten
         if int(protected.sum()) > count:
             raise ValueError(f"{int(protected.sum())} protected tokens do not fit into {count}")
         scores = scores.masked_fill(protected, torch.inf)
-    return rank(scores)[..., :count].sort(-1).values
+    best = best_of_rows(scores, torch.full(scores.shape[:1], count, device=scores.device))
+    return best.nonzero()[:, 1].view(len(scores), count)
 
 
 def keep_counts(scores: Tensor, counts: Sequence[int], protected: Tensor | None = None) -> list[Tensor]:
     """Like :func:`keep_top`, with a number of its own for every head. -> [H] of [min(count, n)] int64, ascending"""
-    order = rank(scores if protected is None else scores.masked_fill(protected, torch.inf))
     if protected is not None and len(counts) and int(protected.sum()) > min(counts):
         raise ValueError(f"{int(protected.sum())} protected tokens do not fit into {min(counts)}")
-    return [own[:count].sort().values for own, count in zip(order, counts, strict=True)]
+    ranked = scores if protected is None else scores.masked_fill(protected, torch.inf)
+    best = best_of_rows(ranked, torch.tensor(counts, device=scores.device))
+    return [own.nonzero().flatten() for own in best]
+
+
+def best_of_rows(scores: Tensor, counts: Tensor) -> Tensor:
+    """Which are the ``counts`` best of each row, without sorting it; ties to the lower position.
+
+    scores [H, n], counts [H] int64 -> [H, n] bool
+
+    Raises:
+        ValueError: a score is not a number, and so is no rank.
+    """
+    counts = counts.clamp_max(scores.shape[-1])[:, None]
+    most = int(counts.max()) if len(counts) else 0
+    if not most:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    best = scores.topk(most).values
+    if best[:, 0].isnan().any():  # it would come first
+        raise ValueError("a score is not a number: keys, values or attention are not finite")
+    last = best.gather(-1, (counts - 1).clamp_min(0))
+    above, level = scores > last, scores == last
+    return above | level & (level.cumsum(-1) <= counts - above.sum(-1, keepdim=True))
 
 
 def apportion(shares: Sequence[float | Fraction], total: int, most: int) -> list[int]:

@@ -115,12 +115,14 @@ def test_a_ring_slides_like_dense_attention() -> None:
             torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_shared_prefix_is_attended_like_a_private_one() -> None:
+@pytest.mark.parametrize("prefix", [0, 1, 30, 1031])
+@pytest.mark.parametrize("value_dim", [8, 6], ids=["equal sizes", "smaller values"])
+def test_a_shared_prefix_is_attended_like_a_private_one(prefix: int, value_dim: int) -> None:
     queries = torch.randn(5, 4, 1, 8)
-    shared_keys, shared_values = torch.randn(2, 30, 8), torch.randn(2, 30, 8)
-    own_keys, own_values = torch.randn(5, 2, 3, 8), torch.randn(5, 2, 3, 8)
+    shared_keys, shared_values = torch.randn(2, prefix, 8), torch.randn(2, prefix, value_dim)
+    own_keys, own_values = torch.randn(5, 2, 3, 8), torch.randn(5, 2, 3, value_dim)
     found = shared_prefix_attention(queries, shared_keys, shared_values, own_keys, own_values, SCALE)
     for row in range(5):
         keys, values = torch.cat([shared_keys, own_keys[row]], 1), torch.cat([shared_values, own_values[row]], 1)
-        expected = dense(queries[row], keys, 32) @ values.repeat_interleave(2, 0).double()
+        expected = dense(queries[row], keys, prefix + 2) @ values.repeat_interleave(2, 0).double()
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)

@@ -90,13 +90,10 @@ def test_after_sampling_only_the_futures_own_tokens_are_held(model: LoadedModel)
 
 
 def test_sampling_copies_nothing_of_the_prompt(model: LoadedModel) -> None:
-    """A longer prompt costs longer rows of attention, of one layer at a time: whatever the number of layers, at most
-    five fp32 numbers per particle and query head for each token more."""
-    for layers in (3, 6):
-        deeper = tiny_llama(max_position_embeddings=4096, num_hidden_layers=layers)
-        short, long = (sampled(prefilled(deeper, tokens))[1].peak for tokens in (600, 1800))
-        heads = deeper.layout.layers[0].query_heads
-        assert 0 < long - short <= 1200 * 5 * FP32 * PARTICLES * heads
+    """A longer prompt costs nothing more: attention reads it in place. What an operator has inside, a block of
+    scores for each thread, is not seen here."""
+    short, long = (sampled(prefilled(model, tokens))[1].peak for tokens in (600, 1800))
+    assert long == short
 
 
 def test_scoring_holds_the_scores_and_a_workspace_that_is_bounded(model: LoadedModel) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kvcache.select import apportion, keep_counts, keep_top, protect_ends
 
@@ -63,3 +66,10 @@ def test_apportioned_is_exact_capped_and_in_order(shares: list[float], total: in
     for one, count in zip(shares, given_, strict=True):
         for other, fewer in zip(shares, given_, strict=True):
             assert one <= other or count >= fewer, "a larger share never gets less"
+
+
+@pytest.mark.parametrize("choose", [lambda scores: keep_top(scores, 2), lambda scores: keep_counts(scores, [1, 2])])
+def test_a_score_that_is_no_number_is_no_rank(choose: Callable[[Tensor], object]) -> None:
+    scores = torch.tensor([[1.0, 2.0, 3.0], [1.0, torch.nan, 3.0]])
+    with pytest.raises(ValueError, match="a score is not a number"):
+        choose(scores)

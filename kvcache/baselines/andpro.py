@@ -63,12 +63,11 @@ class AnDPro(PromptEvictor):
     def scores(self, prefill: Prefill, seed: str) -> list[Tensor]:
         """Token by token; chunks are formed when they are chosen. [H_kv, n] per growing layer"""
         import torch
-        from torch.nn.functional import max_pool1d
 
         from kvcache.objectives import projection
-        from kvcache.window import window_attention
+        from kvcache.window import moving_maximum, window_attention
 
-        droppable = ~self.protected(prefill)
+        droppable = (~self.protected(prefill)).float()
         scores = []
         for layer in prefill.layers:
             assert layer.queries is not None
@@ -76,7 +75,7 @@ class AnDPro(PromptEvictor):
             scored = []
             for queries, keys, values in zip(heads, layer.keys, layer.values.float(), strict=True):
                 attention = window_attention(queries, keys, layer.scale)
-                pooled = max_pool1d(attention, self.kernel, stride=1, padding=self.kernel // 2)
+                pooled = moving_maximum(attention, self.kernel)
                 anchor = (pooled * droppable if self.anchor == "droppable" else attention) @ values
                 scored.append(projection(pooled, values, anchor).sum(1).mean(0))
             scores.append(torch.stack(scored))

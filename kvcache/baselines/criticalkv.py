@@ -32,7 +32,7 @@ class CriticalKV(WindowEvictor):
     """
 
     name: ClassVar[str] = "criticalkv"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     first_stage: float = 0.5
     epsilon: float = 1e-4
@@ -45,7 +45,9 @@ class CriticalKV(WindowEvictor):
             raise ValueError(f"epsilon must be at least 0, not {self.epsilon}")
 
     def keep(self, prefill: Prefill, budget: ResolvedBudget, examined: Any) -> list[list[Tensor]]:
-        from kvcache.select import keep_counts, rank
+        import torch
+
+        from kvcache.select import best_of_rows, keep_counts
 
         protected = self.protected(prefill)
         window = min(self.window, prefill.tokens)
@@ -54,8 +56,7 @@ class CriticalKV(WindowEvictor):
         for layer, scores in zip(prefill.layers, examined, strict=True):
             budgets = self.head_budgets(scores[:, :prefix], each, window)
             first = [int(Fraction(str(self.first_stage)) * own) for own in budgets]
-            place = rank(scores).argsort(-1)
-            chosen = place < place.new_tensor(first)[:, None]
+            chosen = best_of_rows(scores, torch.tensor(first, device=scores.device))
             worth = self.second_stage(layer, scores, window).masked_fill(chosen, float("inf"))
             kept.append(keep_counts(worth, [window + own for own in budgets], protected))
         return kept
@@ -84,4 +85,4 @@ class CriticalAdaKV(AdaptiveHeads, CriticalKV):
     """
 
     name: ClassVar[str] = "critical_adakv"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2

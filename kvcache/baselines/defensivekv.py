@@ -51,7 +51,7 @@ class DefensiveKV(PromptEvictor):
     """
 
     name: ClassVar[str] = "defensivekv"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     chooses_once: ClassVar[str] = "it weighs the heads of a layer against each other"
 
     window: int = 32
@@ -106,7 +106,6 @@ class DefensiveKV(PromptEvictor):
 
     def _risk(self, layer: LayerPrefill, tokens: int) -> Risk:
         import torch
-        from torch.nn.functional import avg_pool1d
 
         from kvcache.window import window_attention
 
@@ -120,15 +119,21 @@ class DefensiveKV(PromptEvictor):
             bias[head] = attention[..., prefix:].sum(-1).mean()
             attention = attention[..., :prefix]
             mean[head] = attention.mean((0, 1))
-            pooled = avg_pool1d(attention, self.kernel, stride=1, padding=self.kernel // 2)
-            pooled *= attention.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp_min(_LEAST)
-            worst = pooled.amax((0, 1))
+            worst = torch.stack([self._worst(of_query_head) for of_query_head in attention]).amax(0)
             scores[head, :prefix] = worst.clamp_min(worst.mean())
         if self.bias == "repo":
             bias[:] = mean[:, -self.window :].sum(1).mean()
         norms = layer.projected_value_norms[:, :prefix]
         scores[:, :prefix] *= norms / norms.sum(0).clamp_min(_LEAST)
         return Risk(scores, mean, self.first_stage - bias)
+
+    def _worst(self, attention: Tensor) -> Tensor:
+        """The most that a query of one head pays, pooled and scaled back. [w, n] -> [n]"""
+        from kvcache.window import moving_average
+
+        pooled = moving_average(attention, self.kernel)
+        pooled *= attention.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp_min(_LEAST)
+        return pooled.amax(0)
 
 
 @dataclass(frozen=True)
@@ -157,14 +162,11 @@ def _first_stage(risk: Risk, most: int) -> Tensor:
     """Scores in which every head's most attended tokens, ``most`` at most, are the layer's best. [H_kv, n]"""
     import torch
 
-    from kvcache.select import rank
+    from kvcache.select import best_of_rows
 
-    order = rank(risk.attention)
-    shares = risk.attention / risk.attention.sum(-1, keepdim=True).clamp_min(_LEAST)
-    reached = shares.gather(-1, order).double().cumsum(-1)
-    counts = (reached < risk.mass[:, None]).sum(-1, keepdim=True).clamp_max(most)
-    first = torch.zeros_like(risk.attention, dtype=torch.bool)
-    first.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device) < counts)
+    best = risk.attention.topk(min(most, risk.attention.shape[-1])).values
+    reached = (best / risk.attention.sum(-1, keepdim=True).clamp_min(_LEAST)).double().cumsum(-1)
+    first = best_of_rows(risk.attention, (reached < risk.mass[:, None]).sum(-1))
     scores = risk.scores.clone()
     above = torch.nextafter(scores.max(), scores.new_tensor(torch.inf))
     scores[:, : first.shape[-1]].masked_fill_(first, above)

@@ -24,7 +24,7 @@ class KIVI(FixedMethod):
     runs."""
 
     name: ClassVar[str] = "kivi"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     bits: int = 2
     group: int = 32

@@ -44,7 +44,7 @@ class LAQ(WindowEvictor):
     """
 
     name: ClassVar[str] = "laq"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     chooses_once: ClassVar[str] = "its draft continues the prompt"
 
     lookahead: int = 8

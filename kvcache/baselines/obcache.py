@@ -72,18 +72,27 @@ class OBCache(PromptEvictor):
         from torch.nn.functional import avg_pool1d, max_pool1d
 
         from kvcache.objectives import token_worth
-        from kvcache.window import window_attention
+        from kvcache.window import unseen, window_logits
 
         assert layer.queries is not None
         pool = max_pool1d if self.pooling == "max" else avg_pool1d
         prefix = max(tokens - self.recent, 0)
         scored = torch.zeros(len(layer.keys), tokens, device=layer.keys.device)
         heads = layer.queries[:, -self.window :].unflatten(0, (len(layer.keys), -1))
+        future = unseen(heads.shape[2], layer.keys.device)
         for head, queries in enumerate(heads if prefix else ()):
             keys, values = layer.keys[head], layer.values[head].float()
-            attention = window_attention(queries, keys, layer.scale)
-            logits = queries.float() @ keys[:prefix].float().T * layer.scale
+            logits = window_logits(queries, keys, layer.scale)
+            attention = torch.softmax(logits, -1)
+            logits[..., -len(future) :].masked_fill_(future, 0)  # has no attention, so any finite number will do
             output = attention @ values
-            worth = token_worth(self.saliency, attention[..., :prefix], values[:prefix], output, logits).sum(1)
+            # One query head at a time: what is held of it stays in a CPU's cache.
+            by_query_head = attention[..., :prefix].split(1), output.split(1), logits[..., :prefix].split(1)
+            worth = torch.cat(
+                [
+                    token_worth(self.saliency, a, values[:prefix], o, z).sum(1)
+                    for a, o, z in zip(*by_query_head, strict=True)
+                ]
+            )
             scored[head, :prefix] = pool(worth, self.kernel, stride=1, padding=self.kernel // 2).sum(0)
         return scored

@@ -61,21 +61,24 @@ class Scissorhands(PromptEvictor):
         return scores
 
 
-def times_below_uniform(queries: Tensor, keys: Tensor, scale: float, block: int = 64) -> Tensor:
+def times_below_uniform(queries: Tensor, keys: Tensor, scale: float, block: int = 32) -> Tensor:
     """How often each key got less than 1 / t, of the last w queries of a prompt, a block of queries at a time.
 
     queries [G, w, d], keys [n, d] of one KV head -> [n] fp32
     """
     import torch
 
-    from kvcache.window import window_attention
+    from kvcache.window import unseen, window_attention
 
-    first = len(keys) - queries.shape[1]
+    first, keys = len(keys) - queries.shape[1], keys.float()
     counts = torch.zeros(len(keys), device=keys.device)
     for start in range(0, queries.shape[1], block):
         own = queries[:, start : start + block]
-        seen = first + start + torch.arange(1, own.shape[1] + 1, device=keys.device)[:, None]
-        attention = window_attention(own, keys[: int(seen[-1])], scale)
-        visible = torch.arange(attention.shape[-1], device=keys.device) < seen
-        counts[: attention.shape[-1]] += ((attention < 1 / seen) & visible).sum((0, 1))
+        count = own.shape[1]
+        seen = first + start + torch.arange(1, count + 1, device=keys.device)[:, None]
+        attention = window_attention(own, keys[: first + start + count], scale)
+        below = attention.lt_(1 / seen)  # ones and zeros: a product adds them up
+        below[..., -count:].masked_fill_(unseen(count, keys.device), 0)
+        below = below.flatten(0, 1)
+        counts[: below.shape[-1]] += below.new_ones(len(below)) @ below
     return counts

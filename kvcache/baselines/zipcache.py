@@ -33,7 +33,7 @@ class ZipCache(FixedMethod):
     full precision until there are so many, then they are coded as a block."""
 
     name: ClassVar[str] = "zipcache"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     salient: float = 0.7
     salient_bits: int = 4
