@@ -18,7 +18,7 @@ from kvcache.layered import LayeredPool, LayerStore
 from kvcache.layout import LayerLayout
 from kvcache.pool import Compressed, MemoryBreakdown, PoolShape
 from kvcache.reads import ReadCounts, read_facts
-from kvcache.select import rank
+from kvcache.select import best_of_rows, rank
 from kvcache.token_pages import TokenPages
 
 PAGE = 64
@@ -56,21 +56,21 @@ class _ChannelReads(LayerStore):
 
     def attend(self, rows: Tensor, queries: Tensor, scale: float) -> Tensor:
         by_row = self.queries_by_row(rows, queries)
-        scores, attention = self._approximate(by_row, scale)
-        chosen = self._best_tokens(rows, scores[rows].sum(2))  # [r, H_kv, k + 1]
+        scores, attention = self._approximate(rows, by_row, scale)
+        chosen = self._best_tokens(rows, scores.sum(2))  # [r, H_kv, k + 1]
         owner_rows = rows[:, None].expand(chosen.shape[:2]).flatten()
         owner_heads = torch.arange(self.heads, device=rows.device).expand(chosen.shape[:2]).flatten()
         own = by_row[rows].flatten(0, 1)
         exact = self.pages.attend_some(owner_rows, own, owner_heads, chosen.flatten(0, 1), scale)
         index = chosen[:, :, None].expand(-1, -1, self.group, -1)
-        alpha = attention[rows].gather(3, index).sum(-1, keepdim=True)
+        alpha = attention.gather(3, index).sum(-1, keepdim=True)
         mean = (self.value_sums[rows] / self.pages.tokens[rows, None, None])[:, :, None]
         output = alpha * exact.unflatten(0, chosen.shape[:2]) + (1 - alpha) * mean
         self._count(rows)
         return output.flatten(1, 2)
 
-    def _approximate(self, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Scores on r channels, and their softmax: [R, H_kv, G, d] -> [R, H_kv, G, tokens] twice, none where none."""
+    def _approximate(self, rows: Tensor, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Scores on r channels, and their softmax: [R, H_kv, G, d] -> [r, H_kv, G, tokens] twice, none where none."""
         arena = self.pages.arena
         queries = queries.float()
         best = rank(queries.abs().sum(2))[..., : self.channels].sort(-1).values  # [R, H_kv, r]
@@ -86,7 +86,7 @@ class _ChannelReads(LayerStore):
         partials = PagePartials(peak, mass.sum(-1, keepdim=True), mass.new_zeros(*peak.shape, 0))
         share = merge_pages(partials, self.pages.owners, self.pages.order, self.shape.rows * self.heads).share
         laid = (scores, -torch.inf), (mass * share[..., None], 0.0)
-        by_row = (self.pages.by_row(part.unflatten(0, (-1, self.heads)), fill, self.count) for part, fill in laid)
+        by_row = (self.pages.by_row(rows, part.unflatten(0, (-1, self.heads)), fill, self.count) for part, fill in laid)
         return next(by_row), next(by_row)
 
     def _best_tokens(self, rows: Tensor, scores: Tensor) -> Tensor:
@@ -95,7 +95,8 @@ class _ChannelReads(LayerStore):
         position = torch.arange(scores.shape[-1], device=rows.device)
         local = (position >= ends - self.local) & (position < ends)
         scores = scores.masked_fill(local[:, None], torch.inf)
-        return rank(scores)[..., : self.count].sort(-1).values
+        count = torch.full((scores.shape[0] * self.heads,), self.count, device=scores.device)
+        return best_of_rows(scores.flatten(0, 1), count).nonzero()[:, 1].view(-1, self.heads, self.count)
 
     def _count(self, rows: Tensor) -> None:
         held, key, value = self.pages.tokens[rows], self.layout.key_dim, self.layout.value_dim

@@ -7,8 +7,8 @@ A page has R tokens, the residual length. Keys are coded page by page, when a pa
 when R newer ones are there; both before that token attends. So the newest tokens of a row fit a ring of R slots, token
 p in slot p mod R, and values still in full are those of the open page and of the end of the last closed one.
 
-Every row has its own grid, which starts at its first token. This is the plain path: pages are dequantised for the
-product at hand and forgotten.
+Every row has its own grid, which starts at its first token. Pages are attended to as codes: see
+:mod:`kvcache.kernels.grouped_attention`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcache.kernels.grouped_attention import attend_grouped_codes
 from kvcache.kernels.paged_attention import PagePartials, attend_pages, join_partials, merge_pages
 from kvcache.layered import LayeredPool, LayerStore, in_order
 from kvcache.layout import LayerLayout
 from kvcache.pages import PageArena
 from kvcache.pool import Compressed, MemoryBreakdown, PoolShape
-from kvcache.quant import Quantized, dequantize, quantize
+from kvcache.quant import Quantized, quantize
 
 TOKENS_AT_ONCE = 4096
-"""Tokens dequantised at a time: bounds what a step needs."""
+"""Tokens whose codes are unpacked at a time: bounds what a step needs."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,8 @@ class _LowBitLayer(LayerStore):
         for name in ("codes", "scale", "offset"):
             self.codes[f"{kind}_{name}"][where] = getattr(coded, name)
 
-    def _get(self, kind: str, pages: slice) -> Tensor:
-        """Dequantised, groups joined: [p, H_kv, d, R] or [p, H_kv, R, d_v] fp32"""
-        parts = (self.codes[f"{kind}_{name}"][pages] for name in ("codes", "scale", "offset"))
-        return dequantize(Quantized(*parts), self.bits).flatten(3)
+    def _coded(self, kind: str, pages: slice) -> Quantized:
+        return Quantized(*(self.codes[f"{kind}_{name}"][pages] for name in ("codes", "scale", "offset")))
 
     def free(self, row: int) -> None:
         self.codes.give_back(self._pages_of(row))
@@ -167,10 +166,12 @@ class _LowBitLayer(LayerStore):
         parts, at_once = [], max(1, TOKENS_AT_ONCE // self.residual)
         for start in range(0, self.codes.extent, at_once):
             some = slice(start, start + at_once)
-            keys, values = self._dequantized(some)
-            valid = self.codes.used[some, None].expand(-1, self.residual).repeat_interleave(self.heads, 0)
-            of_pages = queries[self.codes["row"][some]].flatten(0, 1)
-            parts.append(attend_pages(of_pages, keys.flatten(0, 1), values.flatten(0, 1), valid, scale))
+            keys, values = self._coded("key", some), self._coded("value", some)
+            valid = self.codes.used[some, None].expand(-1, self.residual)
+            of_pages = queries[self.codes["row"][some]]
+            part, weights = attend_grouped_codes(of_pages, keys, values, self.bits, valid, scale)
+            self._add_values_in_full(part.output, weights, some)
+            parts.append(part)
         return parts
 
     def _attend_open(self, queries: Tensor, scale: float) -> PagePartials:
@@ -189,15 +190,19 @@ class _LowBitLayer(LayerStore):
         slots = torch.arange(self.residual, device=rows.device)
         return slots < (self.tokens[rows] % self.residual)[:, None]
 
-    def _dequantized(self, pages: slice) -> tuple[Tensor, Tensor]:
-        """[p, H_kv, R, d], [p, H_kv, R, d_v] fp32; values that are not coded yet as they are."""
-        keys, values, row = self._get("key", pages).transpose(2, 3), self._get("value", pages), self.codes["row"][pages]
+    def _add_values_in_full(self, output: Tensor, weights: Tensor, pages: slice) -> None:
+        """Values of a row's last closed page that are not coded yet; scales and offsets of their codes are 0.
+
+        output [p * H_kv, G, d_v], weights [p * H_kv, G, R]
+        """
+        row = self.codes["row"][pages]
         number = torch.arange(self.codes.extent, device=row.device)[pages]
         last = (self.codes.used[pages] & (self.last[row] == number)).nonzero().flatten()
-        coded = self._open_slots(row[last])[:, None, :, None]
-        recent = self.recent["values"][self.ring[row[last]]].float()
-        values[last] = torch.where(coded, values[last], recent)
-        return keys, values
+        in_full = ~self._open_slots(row[last])[:, None, None]
+        of_pages = weights.unflatten(0, (-1, self.heads))[last] * in_full
+        values = self.recent["values"][self.ring[row[last]]].float()
+        added = torch.bmm(of_pages.flatten(0, 1), values.flatten(0, 1)).unflatten(0, (-1, self.heads))
+        output.unflatten(0, (-1, self.heads))[last] += added
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

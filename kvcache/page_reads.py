@@ -76,7 +76,7 @@ class _PageReads(LayerStore):
     def _best_pages(self, rows: Tensor, queries: Tensor) -> Tensor:
         """[r, H_kv, G, pages] ascending. Numbers beyond a row's pages stand for none, so that all rows have as many."""
         assert self.count is not None
-        bounds = self.pages.by_row(self._bounds(queries), -torch.inf, self.count)[rows]
+        bounds = self.pages.by_row(rows, self._bounds(queries), -torch.inf, self.count)
         newest = (self.pages.tokens[rows] - 1) // self.size
         bounds.scatter_(3, newest[:, None, None, None].expand(*bounds.shape[:3], 1), torch.inf)
         return rank(bounds)[..., : self.count].sort(-1).values

@@ -57,6 +57,12 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return embedding(packed.int(), _table(bits, packed.device)).flatten(-2)
 
 
+def unpack_planes(packed: Tensor, bits: int) -> Tensor:
+    """[...] uint8 -> [8 / bits, ...] fp32: the first plane has the first code of every byte."""
+    planes = torch.stack([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
+    return planes.float()
+
+
 _TABLES: dict[tuple[int, torch.device], Tensor] = {}
 
 

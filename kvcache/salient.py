@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcache.kernels.grouped_attention import attend_grouped_codes
 from kvcache.kernels.paged_attention import PagePartials, attend_pages, join_partials, merge_pages
 from kvcache.layered import LayeredPool, LayerStore, in_order
 from kvcache.layout import LayerLayout
@@ -26,14 +27,14 @@ from kvcache.mix import Mix
 from kvcache.pages import PageArena
 from kvcache.pool import Compressed, MemoryBreakdown, PoolShape
 from kvcache.probes import probe_positions, witnesses
-from kvcache.quant import Quantized, dequantize, quantize
+from kvcache.quant import Quantized, quantize
 from kvcache.select import keep_top
 
 PAGE = 32
 """Tokens of a page of codes."""
 
 PAGES_AT_ONCE = 128
-"""Pages dequantised at a time: bounds what a step needs."""
+"""Pages whose codes are unpacked at a time: bounds what a step needs."""
 
 
 @dataclass
@@ -203,25 +204,24 @@ class _MixedLayer(LayerStore):
         )
 
     def _attend_codes(self, place: int, queries: Tensor, scale: float) -> list[PagePartials]:
-        arena, parts = self.codes[place], []
+        arena, bits, parts = self.codes[place], self.bits[place], []
         for start in range(0, arena.extent, PAGES_AT_ONCE):
             some = slice(start, start + PAGES_AT_ONCE)
-            keys, values = self._dequantized(place, some)
             held = torch.arange(PAGE, device=queries.device) < arena["fill"][some, None]
-            of_pages = queries[arena["row"][some]].flatten(0, 1)
-            valid = held.repeat_interleave(self.heads, 0)
-            parts.append(attend_pages(of_pages, keys.flatten(0, 1), values.flatten(0, 1), valid, scale))
+            of_pages = queries[arena["row"][some]]
+            part, _ = attend_grouped_codes(of_pages, *self._coded(place, some), bits, held, scale)
+            part.output *= self.blocks["channel"][arena["block"][some]].flatten(0, 1).float()[:, None]
+            parts.append(part)
         return parts
 
-    def _dequantized(self, place: int, pages: slice) -> tuple[Tensor, Tensor]:
-        """[p, H_kv, PAGE, d], [p, H_kv, PAGE, d_v] fp32"""
-        arena, bits = self.codes[place], self.bits[place]
+    def _coded(self, place: int, pages: slice) -> tuple[Quantized, Quantized]:
+        """Keys and values, which are still divided by their channels' factors; one group of each a page."""
+        arena = self.codes[place]
         block = arena["block"][pages]
-        scale, offset = (self.blocks[name][block, place] for name in ("key_scale", "key_offset"))
-        keys = dequantize(Quantized(arena["key_codes"][pages], scale, offset), bits)
-        parts = (arena[f"value_{name}"][pages] for name in ("codes", "scale", "offset"))
-        values = dequantize(Quantized(*parts), bits) * self.blocks["channel"][block].float()[:, :, None]
-        return keys.transpose(2, 3), values
+        of_block = (self.blocks[name][block, place] for name in ("key_scale", "key_offset"))
+        keys = Quantized(*(part.unsqueeze(3) for part in (arena["key_codes"][pages], *of_block)))
+        of_tokens = (arena[f"value_{name}"][pages] for name in ("codes", "scale", "offset"))
+        return keys, Quantized(*(part.unsqueeze(3) for part in of_tokens))
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvcache.kernels.paged_attention import attend_pages
 from kvcache.layered import in_order
@@ -80,14 +81,13 @@ class TokenPages:
         left = (self.tokens[self.arena["row"]] - self.arena["ordinal"] * self.page) * self.arena.used
         return torch.arange(self.page, device=left.device) < left[:, None]
 
-    def by_row(self, of_pages: Tensor, fill: float, least: int) -> Tensor:
-        """Lay figures of pages out by row: [P, H_kv, G, x] -> [R, H_kv, G, pages * x]; at least ``least`` of them."""
-        used = self.arena.used.nonzero().flatten()
-        rows, ordinals = self.arena["row"][used], self.arena["ordinal"][used]
-        pages = max(self.table.shape[1], -(-least // of_pages.shape[-1]))
-        laid = of_pages.new_full((len(self.tokens), pages, *of_pages.shape[1:]), fill)
-        laid[rows, ordinals] = of_pages[used]
-        return laid.permute(0, 2, 3, 1, 4).flatten(3)
+    def by_row(self, rows: Tensor, of_pages: Tensor, fill: float, least: int) -> Tensor:
+        """Lay figures of pages out by row: [P, H_kv, G, x] -> [r, H_kv, G, pages * x]; at least ``least`` of them."""
+        pages = self.table[rows]
+        there = torch.arange(pages.shape[1], device=rows.device) * self.page < self.tokens[rows, None]
+        laid = torch.where(there[..., None, None, None], of_pages[pages], fill)
+        short = -(-least // of_pages.shape[-1]) - pages.shape[1]
+        return pad(laid, (0, 0, 0, 0, 0, 0, 0, max(short, 0)), value=fill).permute(0, 2, 3, 1, 4).flatten(3)
 
     def attend_some(self, rows: Tensor, queries: Tensor, heads: Tensor, chosen: Tensor, scale: float) -> Tensor:
         """Exact attention over chosen tokens only, the same number for all; copied together, product by product.

@@ -27,6 +27,7 @@ from kvcache.moments import QueryMoments
 from kvcache.prefill import Rotary
 from kvcache.probes import probe_positions
 from kvcache.rotary import unrotate
+from workers.flash import flash_attention, serves
 from workers.partial_rotary import half_split_order
 
 ATTENTION = "kvsweep"
@@ -97,6 +98,9 @@ class PrefillStep(Step):
     Growing layers keep all keys and values, sliding layers the last ``window - 1``.
     """
 
+    flash = True
+    """Attend by FlashAttention-2 where it serves; else by torch's own function."""
+
     def __init__(self, layout: CacheLayout, tokens: int, observations: Observations, rotary: Rotary) -> None:
         self.layout = layout
         self.tokens = tokens
@@ -112,6 +116,8 @@ class PrefillStep(Step):
         self.probes: dict[int, dict[float, Tensor]] = {}
         self._probe_positions = {share: probe_positions(tokens, share) for share in observations.probes}
         self.scales: dict[int, float] = {}
+        self._log_sums: Tensor | None = None
+        """Of the queries of the layer under way, [H_q, c], where attention tells them."""
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         layout = self.layout.layers[layer]
@@ -119,9 +125,15 @@ class PrefillStep(Step):
         visible_keys = store(self.keys, layer, keys[0], layout)
         visible_values = store(self.values, layer, values[0], layout)
         self.scales[layer] = scale
+        seen = queries, visible_keys[None], visible_values[None], scale, layout.window
+        if self.flash and serves(queries, visible_values):
+            output, log_sums = flash_attention(*seen)
+            self._log_sums = log_sums[0]
+        else:
+            output, self._log_sums = causal_attention(*seen), None
         if layout.kind == "growing":
             self._observe(layer, queries[0], visible_keys, scale)
-        return causal_attention(queries, visible_keys[None], visible_values[None], scale, layout.window)
+        return output
 
     def see_gates(self, layer: int, logits: Tensor) -> None:
         if self.observations.queries:
@@ -151,7 +163,7 @@ class PrefillStep(Step):
         if self.observations.column_sums:
             if layer not in self.column_sums:
                 self.column_sums[layer] = torch.zeros(len(queries), self.tokens, device=queries.device)
-            add_column_sums(self.column_sums[layer], queries, keys, self.start, scale)
+            add_column_sums(self.column_sums[layer], queries, keys, self.start, scale, self._log_sums)
         if self.observations.query_moments:
             self._add_moments(layer, queries)
         for share, positions in self._probe_positions.items():

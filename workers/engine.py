@@ -146,7 +146,7 @@ class Engine:
             speaking = [number for number in active if not self._row(number).pending]
             for number in speaking:
                 self._suppress_stops(self._row(number), logits[number])
-            for number, token in zip(speaking, logits.argmax(-1)[speaking].tolist(), strict=True):
+            for number, token in zip(speaking, logits.max(-1).indices[speaking].tolist(), strict=True):
                 yield from self._speak(number, token)
 
     def _forward(self, tokens: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
@@ -220,15 +220,15 @@ class DecodeStep(Step):
         counts: Tensor,
     ) -> None:
         self._growing = {index: place for place, index in enumerate(model.layout.growing)}
-        self._pools, self._sliding = pools, untouched.sliding
+        self._sliding = untouched.sliding
         self._positions, self._counts = positions, counts
+        self._pools = [(pool, positions[pool.rows], counts[pool.rows]) for pool in pools]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if layer in self._sliding:
             return self._sliding[layer].attend(queries, keys, values, self._positions, self._counts, scale)
         output = values.new_zeros(*queries.shape[:3], values.shape[-1])
-        for pool in self._pools:
-            rows = pool.rows
-            new = queries[rows], keys[rows], values[rows], self._positions[rows], self._counts[rows]
-            output[rows] = pool.attend(self._growing[layer], *new, scale)
+        for pool, positions, counts in self._pools:
+            new = queries[pool.rows], keys[pool.rows], values[pool.rows]
+            output[pool.rows] = pool.attend(self._growing[layer], *new, positions, counts, scale)
         return output

@@ -31,7 +31,8 @@ class ModelSpec:
     source: str
     dtype: Dtype = "bfloat16"
     attention: Literal["auto", "sdpa"] = "auto"
-    """Of prefill: torch's scaled dot product attention, which ``auto`` means too. Decode has kernels of its own."""
+    """Of prefill: torch's scaled dot product attention, or with ``auto`` FlashAttention-2 where that runs. Decode has
+    kernels of its own."""
     revision: str | None = None
     trust_remote_code: bool = False
 

@@ -22,9 +22,13 @@ def provenance(device: torch.device) -> dict[str, str]:
     """
     import torch
 
+    from workers.flash import flash_attn_func
+
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         numerics = f"{name}, torch {torch.__version__}"
+        if flash_attn_func():
+            numerics += f", flash_attn {metadata.version('flash_attn')}"
     else:
         name = _cpu_name()
         kernels = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
