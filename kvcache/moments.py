@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcache.rotary import inverse, rotate
+
 
 @dataclass
 class QueryMoments:
@@ -27,15 +29,25 @@ class QueryMoments:
 
     def add(self, queries: Tensor) -> None:
         """queries [H_q, c, d]; c may be 0."""
-        added = queries.shape[1]
-        if not added:
+        if queries.shape[1]:
+            self._join(queries.shape[1], *_of_chunk(queries.clone()))
+
+    def add_rotated(self, queries: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Of queries [H_q, c, d] as attention sees them, rotated by tables [c, d]; c may be 0.
+
+        On a CPU head by head: a head's queries stay in the cache for all that is done to them.
+        """
+        if not queries.shape[1]:
             return
+        undone = inverse(cos, sin)
+        heads_at_once = 1 if queries.device.type == "cpu" else len(queries)
+        parts = [_of_chunk(rotate(own.float(), *undone)) for own in queries.split(heads_at_once)]
+        self._join(queries.shape[1], *(torch.cat(part) for part in zip(*parts, strict=True)))
+
+    def _join(self, added: int, mean: Tensor, scatter: Tensor) -> None:
         total = self.count + added
-        mean = queries.mean(1)
-        centred = queries - mean[:, None]
         apart = mean - self.mean
-        self.scatter += centred.transpose(1, 2) @ centred
-        self.scatter += apart[:, :, None] * apart[:, None, :] * (self.count * added / total)
+        self.scatter += scatter + apart[:, :, None] * apart[:, None, :] * (self.count * added / total)
         self.mean += apart * (added / total)
         self.count = total
 
@@ -43,6 +55,13 @@ class QueryMoments:
     def covariance(self) -> Tensor:
         """Of the ``count`` queries, not an estimate beyond them: divided by their number. [H_q, d, d]"""
         return self.scatter / max(self.count, 1)
+
+
+def _of_chunk(queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean [H, d] and scatter [H, d, d] of queries [H, c, d], which are overwritten."""
+    mean = queries.mean(1)
+    queries -= mean[:, None]
+    return mean, queries.transpose(1, 2) @ queries
 
 
 @dataclass

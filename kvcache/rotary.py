@@ -20,3 +20,10 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The inverse of :func:`rotate` in fp32."""
     cos, sin = cos.float(), sin.float()
     return rotate(x.float(), cos, -sin) / (cos.square() + sin.square())
+
+
+def inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables in fp32 by which :func:`rotate` undoes what these did, to rounding what :func:`unrotate` gives."""
+    cos, sin = cos.float(), sin.float()
+    squared = cos.square() + sin.square()
+    return cos / squared, -sin / squared

@@ -522,6 +522,21 @@ def test_moments_do_not_depend_on_chunks(chunks: list[int], seed: int) -> None:
         )
 
 
+@pytest.mark.parametrize("length", [1.0, 1.3], ids=["plain", "scaled"])
+def test_moments_of_rotated_queries_are_those_of_the_plain_ones(length: float) -> None:
+    """Scaled tables, as YaRN's, lengthen what they rotate."""
+    plain = 3 + torch.randn(2, 40, DIM, generator=torch.Generator().manual_seed(0))
+    cos, sin = (length * table for table in tables(0, torch.arange(40)))
+    expected, found = (QueryMoments.empty(2, DIM, plain.device) for _ in range(2))
+    rotated = rotate(plain, cos, sin)
+    expected.add(plain)
+    for chunk in (slice(0, 7), slice(7, 7), slice(7, 40)):
+        found.add_rotated(rotated[:, chunk], cos[chunk], sin[chunk])
+    assert torch.equal(rotated, rotate(plain, cos, sin)), "queries belong to the model"
+    torch.testing.assert_close(found.mean, expected.mean)
+    torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("build", [tiny_llama, tiny_qwen, tiny_gemma], ids=["llama", "qwen", "gemma"])
 def test_prefill_records_moments_of_the_models_own_queries(build: Callable[[], LoadedModel]) -> None:
     """Biases and norms included, before rotation; whatever the chunks; nothing else changes."""

@@ -26,7 +26,6 @@ from kvcache.method import Observations
 from kvcache.moments import QueryMoments
 from kvcache.prefill import Rotary
 from kvcache.probes import probe_positions
-from kvcache.rotary import unrotate
 from workers.flash import flash_attention, serves
 from workers.partial_rotary import half_split_order
 
@@ -182,14 +181,15 @@ class PrefillStep(Step):
         kept[share] = torch.cat([kept[share], own], 1) if share in kept else own
 
     def _add_moments(self, layer: int, queries: Tensor) -> None:
-        """Un-rotate the chunk's queries, [H_q, c, d]: the model hands over rotated ones only."""
+        """Of the chunk's queries, [H_q, c, d]: the model hands over rotated ones only."""
         positions = torch.arange(self.start, self.start + queries.shape[1], device=queries.device)
-        plain = unrotate(queries, *self.rotary(self.layout.growing.index(layer), positions))
+        cos, sin = self.rotary(self.layout.growing.index(layer), positions)
         kept = self.query_moments.setdefault(layer, {})
         for skipped in self.observations.query_moments:
             if skipped not in kept:
-                kept[skipped] = QueryMoments.empty(len(plain), plain.shape[-1], plain.device)
-            kept[skipped].add(plain[:, max(0, skipped - self.start) :])
+                kept[skipped] = QueryMoments.empty(len(queries), queries.shape[-1], queries.device)
+            first = max(0, skipped - self.start)
+            kept[skipped].add_rotated(queries[:, first:], cos[first:], sin[first:])
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:

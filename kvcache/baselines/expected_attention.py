@@ -34,7 +34,7 @@ class ExpectedAttention(PromptEvictor):
     """
 
     name: ClassVar[str] = "expected_attention"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     future: int = 512
     sinks: int = 4
