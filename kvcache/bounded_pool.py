@@ -170,11 +170,14 @@ class _BoundedLayer(LayerStore):
 
     def _as_prompt(self, row: int, head: int, chooser: _Chooser, held: dict[str, Tensor]) -> Prefill:
         group = slice(head * self.group, (head + 1) * self.group)
+        # A method refuses what is not finite, and here that would end the rows beside this one too.
+        held = {name: part.where(part.isfinite(), 0) for name, part in held.items()}
+        queries = self._last_queries(row)[group]
         received = held["received"].expand(self.group, -1) if self.sums else None
         layer = LayerPrefill(
             held["keys"][None],
             held["values"][None],
-            self._last_queries(row)[group],
+            queries.where(queries.isfinite(), 0),
             received,
             chooser.output_projection[:, group],
             chooser.scale,

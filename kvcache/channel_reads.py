@@ -94,7 +94,8 @@ class _ChannelReads(LayerStore):
         ends = self.pages.tokens[rows, None]
         position = torch.arange(scores.shape[-1], device=rows.device)
         local = (position >= ends - self.local) & (position < ends)
-        scores = scores.masked_fill(local[:, None], torch.inf)
+        scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)  # what is no number costs its own row alone
+        scores = scores.masked_fill_(local[:, None], torch.inf)
         count = torch.full((scores.shape[0] * self.heads,), self.count, device=scores.device)
         return best_of_rows(scores.flatten(0, 1), count).nonzero()[:, 1].view(-1, self.heads, self.count)
 

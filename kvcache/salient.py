@@ -133,7 +133,8 @@ class _MixedLayer(LayerStore):
         channel = values.float().abs().amax(1).sqrt().half()
         channel = torch.where(channel == 0, 1.0, channel)
         self.blocks["row"][block], self.blocks["channel"][block] = row, channel
-        salient = keep_top(saliency, self.mix.salient_tokens(keys.shape[1]))
+        # What is no number costs its own row alone: an error here would end those beside it.
+        salient = keep_top(saliency.nan_to_num(), self.mix.salient_tokens(keys.shape[1]))
         others = torch.ones_like(saliency, dtype=torch.bool).scatter_(1, salient, False)
         scaled = values.float() / channel.float()[:, None]
         for place, chosen in enumerate((salient, others.nonzero()[:, 1].view(self.heads, -1))):

@@ -134,6 +134,19 @@ def assert_rows_do_not_see_each_other(
     assert pool.allocated_bytes() == empty
 
 
+def assert_a_broken_row_ends_no_other(
+    put: Callable[[Tokens, int, int, FamilyPool | None], FamilyPool], bad: Tokens, steps: int
+) -> None:
+    """A row that is not finite, from its prompt or from a later token on: nothing is raised, others do not notice."""
+    whole = Tokens.random(40 + steps, seed=3)
+    pool, alone = put(whole, 40, 1, None), put(whole, 40, 1, None)
+    put(bad, 50, 2, pool)
+    for step in range(steps):
+        found = feed(pool, {1: (whole, 40 + step, 41 + step), 2: (bad, 50 + step, 51 + step)})
+        assert torch.equal(found[1], feed(alone, {1: (whole, 40 + step, 41 + step)})[1])
+    assert found[2].isnan().any()
+
+
 def dense(tokens: Tokens, keys: Tensor, values: Tensor, position: int) -> Tensor:
     """Attention of the query at a position over keys and values [L, H_kv, n, d], in fp64. -> [L, H_q, d]"""
     group = QUERY_HEADS // KV_HEADS

@@ -17,6 +17,7 @@ from lowbit_cases import (
     SCALE,
     Tokens,
     admit,
+    assert_a_broken_row_ends_no_other,
     assert_rows_do_not_see_each_other,
     broken,
     dense,
@@ -30,6 +31,7 @@ from kvcache.baselines.zipcache import ZipCache
 from kvcache.budget import Budget
 from kvcache.layout import CacheLayout, LayerLayout
 from kvcache.lowbit import LowBitPool
+from kvcache.method import Method
 from kvcache.probes import probe_positions, probed_attention, witnesses
 from kvcache.quant import dequantize, quantize
 
@@ -315,6 +317,11 @@ def test_zipcache_rows_do_not_see_each_other() -> None:
     streams = {row: Tokens.random(90, seed=10 * row) for row in range(4)}
     lengths = {0: 5, 1: 40, 2: 64, 3: 33}
     assert_rows_do_not_see_each_other(partial(admit, ZIP), streams, lengths, (streams[3], 70), 25)
+
+
+@pytest.mark.parametrize("method", [SMALL, ZIP], ids=str)
+def test_a_broken_row_ends_no_other(method: Method) -> None:
+    assert_a_broken_row_ends_no_other(partial(admit, method), broken(75), 25)
 
 
 def test_more_salient_tokens_err_less() -> None:

@@ -17,6 +17,7 @@ from lowbit_cases import (
     SCALE,
     Tokens,
     admit,
+    assert_a_broken_row_ends_no_other,
     assert_rows_do_not_see_each_other,
     broken,
     dense,
@@ -226,6 +227,11 @@ def test_rows_do_not_see_each_other(method: Method) -> None:
     streams = {row: Tokens.random(150, seed=10 * row) for row in range(4)}
     lengths = {0: 3, 1: 40, 2: 130, 3: 16}
     assert_rows_do_not_see_each_other(partial(admit, method), streams, lengths, (broken(100), 100), 10)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_broken_row_ends_no_other(method: Method) -> None:
+    assert_a_broken_row_ends_no_other(partial(admit, method), broken(60), 5)
 
 
 def test_settings_without_meaning_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowbit_cases import (
     QUERY_HEADS,
     SCALE,
     Tokens,
+    assert_a_broken_row_ends_no_other,
     assert_rows_do_not_see_each_other,
     feed,
     one_by_one,
@@ -109,6 +111,10 @@ def admitted(method: Method, tokens: Tokens, count: int, budget: str, row: int =
     (examined,) = bounded.examine([prefill], ["0"])
     pool.admit(row, bounded.compress(prefill, resolved(count, budget), examined))
     return pool
+
+
+def put(method: Method, tokens: Tokens, count: int, row: int, pool: FamilyPool | None) -> FamilyPool:
+    return admitted(method, tokens, count, "40 tokens", row, pool)
 
 
 class Reference:
@@ -221,11 +227,16 @@ def test_rows_do_not_see_each_other(method: PromptEvictor) -> None:
     streams = {row: Tokens.random(150, seed=10 * row) for row in range(4)}
     lengths = {0: 9, 1: 40, 2: 110, 3: 32}
 
-    def put(tokens: Tokens, count: int, row: int, pool: FamilyPool | None) -> FamilyPool:
-        return admitted(method, tokens, count, "40 tokens", row, pool)
-
     empty = grown(method, "bounded").new_pool(shape()).allocated_bytes()
-    assert_rows_do_not_see_each_other(put, streams, lengths, (Tokens.random(100, seed=99), 100), 19, empty)
+    left = Tokens.random(100, seed=99), 100
+    assert_rows_do_not_see_each_other(partial(put, method), streams, lengths, left, 19, empty)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=name_of)
+def test_a_row_that_breaks_ends_no_other(method: PromptEvictor) -> None:
+    bad = Tokens.random(75, seed=5)
+    bad.keys[:, :, 55:], bad.queries[:, :, 56] = torch.nan, torch.inf
+    assert_a_broken_row_ends_no_other(partial(put, method), bad, 25)
 
 
 def test_the_last_queries_are_workspace() -> None:

@@ -240,3 +240,11 @@ class Letters:
 
     def decode(self, decoded: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(ord("A") + token) for token in decoded)
+
+
+def test_a_prompt_whose_logits_are_not_finite_has_no_answer_with_any_method() -> None:
+    model = tiny_llama()
+    model.forward.get_decoder().norm.weight.data[0] = torch.inf
+    forks = [fork(Full()), fork(SnapKV(window=8), "50%")]
+    found = run(model, prompts_of((40,), forks))
+    assert {one.error for one in found.values()} == {"ValueError: the model's logits are not finite in float32"}

@@ -118,8 +118,9 @@ def attend_everything(queries: Tensor, keys: Tensor, values: Tensor, scale: floa
     queries [B, H, q, d], keys [B, H, n, d], values [B, H, n, d_v] -> [B, H, q, d_v], [B, H, q]
     """
     if queries.device.type == "cpu" and keys.shape[2] and keys.shape[-1] == values.shape[-1]:
-        # Reads keys and values in their own dtype: no copy of them in fp32.
-        attended: tuple[Tensor, Tensor] = _flash_on_cpu(queries, keys, values, scale=scale)
+        # Reads keys and values in their own dtype: no copy of them in fp32. It takes a head's numbers to lie together.
+        together = (part if part.stride(-1) == 1 else part.contiguous() for part in (queries, keys, values))
+        attended: tuple[Tensor, Tensor] = _flash_on_cpu(*together, scale=scale)
         return attended
     scores = (queries.float() @ keys.float().transpose(2, 3)) * scale
     return torch.softmax(scores, -1).to(values.dtype) @ values, scores.logsumexp(-1)

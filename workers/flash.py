@@ -1,4 +1,4 @@
-"""FlashAttention-2 (Dao, arXiv 2307.08691) for prefill: on a CUDA device, in 16 bits, where ``flash_attn`` is there.
+"""FlashAttention-2 (Dao, arXiv 2307.08691) for prefill: on an Ampere GPU or newer, in 16 bits, where ``flash_attn`` is.
 
 It is called by its own function: transformers' wrapper keeps the log-sum-exp to itself, and column sums need that.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 WIDEST_HEAD = 256
+AMPERE = (8, 0)
 
 
 @cache
@@ -29,8 +30,9 @@ def flash_attn_func() -> Callable[..., Any] | None:
 def serves(queries: Tensor, values: Tensor) -> bool:
     """Whether these may be attended to by it. [..., d] and [..., d_v]"""
     dim = queries.shape[-1]
-    fits = queries.is_cuda and queries.dtype in (torch.float16, torch.bfloat16)
-    return fits and dim == values.shape[-1] <= WIDEST_HEAD and flash_attn_func() is not None
+    fits = queries.is_cuda and queries.dtype in (torch.float16, torch.bfloat16) and dim == values.shape[-1]
+    fits = fits and dim <= WIDEST_HEAD and torch.cuda.get_device_capability(queries.device) >= AMPERE
+    return fits and flash_attn_func() is not None
 
 
 def flash_attention(
@@ -57,4 +59,6 @@ def prefill_attention() -> str:
     """What attends in a prefill of a model in 16 bits, in words."""
     if not torch.cuda.is_available():
         return "torch SDPA (FlashAttention-2 needs a CUDA device)"
+    if torch.cuda.get_device_capability() < AMPERE:
+        return "torch SDPA (FlashAttention-2 needs an Ampere GPU or newer)"
     return "FlashAttention-2" if flash_attn_func() else "torch SDPA (flash_attn cannot be imported)"

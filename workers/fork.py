@@ -161,6 +161,9 @@ class PromptForks:
                 positions = torch.arange(start, start + chunk.shape[1], device=ids.device)[None]
                 logits = model.read(chunk, positions, step, LinearCache(states))
                 step.advance(chunk.shape[1])
+        if not logits.isfinite().all():
+            wider = "" if model.spec.dtype == "float32" else ": try models.dtype float32"
+            raise ValueError(f"the model's logits are not finite in {model.spec.dtype}{wider}")
         layers = [
             LayerPrefill(
                 step.keys[index],

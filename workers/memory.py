@@ -32,6 +32,9 @@ FUTURES = 16
 POOL_SLACK = 1.15
 """Of pools: pages are handed out whole, and arenas grow by an eighth."""
 
+LACKING = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What torch says of memory that its own allocator did not ask for, or on a CPU."""
+
 
 class OutOfMemory(RuntimeError):
     """A job held more at once than its device has room for: less of it may fit."""
@@ -40,7 +43,7 @@ class OutOfMemory(RuntimeError):
 def lacks_memory(error: BaseException) -> bool:
     """Whether this is torch's or Python's way to say that there is no memory left, on a GPU or on the host."""
     known = isinstance(error, (MemoryError, OutOfMemory)) or type(error).__name__ == "OutOfMemoryError"
-    return known or "can't allocate memory" in str(error)
+    return known or any(words in str(error) for words in LACKING)
 
 
 class PeakMeter:
