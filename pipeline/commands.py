@@ -142,9 +142,9 @@ def _files(store: Store, made: Report | EfficiencyReport) -> Iterator[list[Path]
     with TemporaryDirectory() as scratch:
         with reached(store.folder, "write"):
             files = made.write(store.folder.local or Path(scratch))
-        if store.folder.local is None:
-            for path in files:
-                store.folder.write(path.name, path.read_bytes())
+            if store.folder.local is None:
+                for path in files:
+                    store.folder.write(path.name, path.read_bytes())
         yield files
 
 

@@ -100,7 +100,7 @@ class Driver:
         except StoreError as error:
             if not in_haste:
                 raise
-            self._progress.say(f"{error}; {self._store.unwritten} rows are lost, and run again next time")
+            self._progress.say(f"{error}: {self._store.unwritten} rows")
 
     def _outcome(self, stopped: str, signum: int | None) -> Outcome:
         return Outcome(tuple(self._agenda.left_out), stopped, signum)
@@ -222,6 +222,8 @@ class Driver:
                 slot = by_reference[reference]
                 self._slots.append(self._slots.pop(self._slots.index(slot)))  # the others go first next time
                 self._report(slot)
+                if slot.condemned and slot.phase == "idle":
+                    self._dismiss(slot)  # it had just finished, and is dead all the same
             else:
                 self._samples_made(reference)
         return bool(ready)

@@ -79,7 +79,7 @@ class EfficiencyReport:
             ("failures", "Failures", optional(failures_table(self.failures), "texts")),
             ("impossible", "Cells that cannot run", optional(impossible_table(self.found), "texts")),
             ("settings", "Methods and their settings", render.html(settings_table(self.found), "texts")),
-            ("reproduce", "How to run it again", reproduce_section(self.sweep)),
+            ("reproduce", "How to run it again", reproduce_section(self.sweep, self._lengths())),
             ("provenance", "How it was run", provenance_section(self.sweep, self.provenance)),
             ("reading", "How to read this", "".join(f"<p>{escape(text)}</p>" for text in READING)),
         ]
@@ -118,6 +118,9 @@ class EfficiencyReport:
         for one in self.found:
             table = stages_table(one) if stages else efficiency_table(one, self.new_tokens)
             yield f"<h3>{escape(str(one.setting))}</h3>{render.html(table)}"
+
+    def _lengths(self) -> list[int]:
+        return list(dict.fromkeys(one.setting.prompt_tokens for one in self.found))
 
     def _facts(self) -> dict[str, str]:
         timing, source = self.sweep["timing"], self.provenance

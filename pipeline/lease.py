@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,8 @@ class Lease:
         self._done.set()
         self._renewal.join()
         if not self.lost:
-            self._folder.delete(FILE)
+            with suppress(OSError):  # storage is away: the lease is left behind, and what went wrong is told as it is
+                self._folder.delete(FILE)
 
     def _renew(self) -> None:
         while not self._done.wait(RENEW_S):

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.store import Store
+from pipeline.store import Store, reached
 from workers.provenance import versions
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def read_plan(store: Store) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The cells, and what is known of the sweep as a whole."""
     manifest = store.manifest()
     cells = manifest.pop("cells")
-    text = store.folder.read("sweep.yaml") or b""
+    with reached(store.folder, "read"):
+        text = store.folder.read("sweep.yaml") or b""
     return cells, {**manifest, "output": store.uri, "config_text": text.decode()}
 
 

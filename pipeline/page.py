@@ -123,7 +123,7 @@ def facts_list(facts: Mapping[str, str]) -> str:
 
 
 def _flags(flags: Sequence[Flag], summary: Summary) -> str:
-    if not any(result.scored for result in summary.results):
+    if not summary.rows:
         return "<p class='fine'>No rows yet.</p>"
     return gate_list(flags) + flag_list(flags)
 

@@ -22,8 +22,8 @@ from pipeline.table import Cell, Column, Row, Table
 from tasks.groups import GROUPS
 
 AVERAGE = "average"
-AT_ITS_OWN_POINT = ("unlimited", "100%")
-"""Budgets of the full cache and of quantisers: the paper's memory column is what came out."""
+QUANTISERS, THEIR_BUDGET = ("kivi", "kvquant", "zipcache"), "unlimited"
+"""They run at an operating point of their own: the paper's memory column is what came out."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def beside_published(summary: Summary, sources: Mapping[str, str], table: Publis
     rows = [row for one, published in pairs for row in _rows(one, published)]
     words = (
         f"{table.source} Averages are unweighted means over the paper's tasks. Prompts, templates, samples and budget "
-        "bases are each side's own; the paper's cells have no interval."
+        "bases are each side's own; the paper's cells are shown without intervals."
     )
     return Table(f"Beside {table.name}", tuple(columns), tuple(rows), words)
 
@@ -118,7 +118,7 @@ def _same(result: Result, sources: Mapping[str, str], row: Published) -> bool:
         _source(result, sources).startswith(row.model)
         and configuration.condition.context == row.context
         and configuration.method == row.method
-        and configuration.budget in (row.memory, *AT_ITS_OWN_POINT)
+        and configuration.budget == (THEIR_BUDGET if row.method in QUANTISERS else row.memory)
         and all(own.get(key) == json.loads(value) for key, value in row.settings.items())
         and bool(set(row.tasks) & set(result.tasks))
     )

@@ -53,7 +53,8 @@ def _in_place(sweep: Mapping[str, Any], config: str, contexts: Iterable[int]) ->
     held = [str(one.get("source")) for one in sweep.get("models", {}).values()]
     lengths = [length for length in contexts if length]
     model = f" --model {held[0]}" if len(held) == 1 and held[0] not in ours else ""
-    context = f" --context {lengths[0]}" if len(lengths) == 1 and lengths[0] not in (said.get("contexts") or []) else ""
+    written = said.get("contexts") or (said.get("timing") or {}).get("prompt_tokens") or []
+    context = f" --context {lengths[0]}" if len(lengths) == 1 and lengths[0] not in written else ""
     return model + context
 
 

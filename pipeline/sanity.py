@@ -112,14 +112,15 @@ def _board_flags(board: Board) -> Iterator[Flag]:
         yield Flag("warning", "Failed rows", text)
     few = sorted(
         {
-            f"{task.task} {task.estimate.samples}"
+            f"{task.task} {task.estimate.units}"
             for result in board.results
             for task in result.tasks.values()
-            if task.estimate and task.estimate.samples < FEW_SAMPLES
+            if task.estimate and task.estimate.units < FEW_SAMPLES
         }
     )
     if few:
-        text = f"{where}: fewer than {FEW_SAMPLES} prompts, so intervals are rough: {', '.join(few)}."
+        what = f"fewer than {FEW_SAMPLES} prompts, or documents that prompts share"
+        text = f"{where}: {what}, so intervals are rough: {', '.join(few)}."
         yield Flag("note", "Few samples", text)
 
 

@@ -45,6 +45,8 @@ class Estimate:
     samples: int
     """Distinct prompts."""
     seeds: int
+    units: int
+    """What is resampled: prompts, or documents that several prompts share."""
 
 
 @dataclass(frozen=True)
@@ -238,13 +240,13 @@ def _estimate(parts: Partition, stream: str, bounds: tuple[float, float]) -> Est
     else:
         interval = _bootstrap(parts, stream, bounds)
     seeds = between_seeds(list(parts.seed_means().values()))
-    return Estimate(parts.mean, interval, seeds, parts.samples, parts.seeds)
+    return Estimate(parts.mean, interval, seeds, parts.samples, parts.seeds, parts.units)
 
 
 def _near_an_edge(parts: Partition, bounds: tuple[float, float]) -> bool:
-    """Answers of one prompt each, right or wrong, of which fewer than ``RARE`` are right, or wrong."""
+    """Answers, right or wrong, of which fewer than ``RARE`` are right, or wrong."""
     values = parts.blocks[0].values
-    if bounds != (0.0, 1.0) or parts.units != parts.samples or not np.isin(values, bounds).all():
+    if bounds != (0.0, 1.0) or not np.isin(values, bounds).all():
         return False
     right = round(parts.mean * parts.samples)
     return min(right, parts.samples - right) < RARE

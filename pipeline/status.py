@@ -17,7 +17,7 @@ import pyarrow.compute
 from pipeline.lease import holder, named
 from pipeline.losses import Loss
 from pipeline.progress import duration
-from pipeline.store import Store, newest_successful
+from pipeline.store import Store, newest_successful, reached
 
 COLUMNS = ("cell_id", "sample_id", "sample_index", "status", "finished_at", "attempt")
 LATELY_S = 120.0
@@ -76,7 +76,8 @@ def read_status(store: Store) -> Status:
     good = pa.compute.equal(rows["status"], "ok")
     held = dict(_counts(rows.filter(good)))
     times = rows["finished_at"].to_pylist()
-    writer = holder(store.folder)
+    with reached(store.folder, "read"):
+        writer = holder(store.folder)
     return Status(
         cells=len(possible),
         cells_done=sum(held.get(cell["cell_id"], 0) >= cell["expected"] for cell in possible),

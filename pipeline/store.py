@@ -165,19 +165,24 @@ class Store:
     def add(self, rows: Sequence[Row]) -> None:
         if not rows:
             return
-        if not self._pending:
-            self._oldest = time.monotonic()
+        self._begin_to_wait()
         self._pending.extend(rows)
         self.flush_if_due()
 
     def note(self, loss: Loss) -> None:
-        """Keep why an attempt was lost; it is written with the next rows."""
+        """Keep why an attempt was lost; it is written with the next rows, or as soon as rows would be."""
+        self._begin_to_wait()
         self._losses.append(loss)
+
+    def _begin_to_wait(self) -> None:
+        if not (self._pending or self._losses):
+            self._oldest = time.monotonic()
 
     def flush_if_due(self) -> None:
         """Write by number or age. Storage that is out of reach is tried again, for a while."""
         now = time.monotonic()
-        due = len(self._pending) >= FLUSH_ROWS or (self._pending and now - self._oldest >= FLUSH_S)
+        aged = bool(self._pending or self._losses) and now - self._oldest >= FLUSH_S
+        due = aged or len(self._pending) >= FLUSH_ROWS
         full = len(self._pending) >= MOST_ROWS and self._failing_since is None
         if full or (due and now >= self._not_before):
             self._try_to_flush(PATIENCE_S)
@@ -195,7 +200,7 @@ class Store:
         except StoreError as error:
             self._failing_since = self._failing_since or now
             if now - self._failing_since >= patience_s:
-                raise StorageLost(str(error)) from None
+                raise StorageLost(f"{error}; once it can, the same command runs again what was not written") from None
             self._not_before = now + RETRY_S
             log.warning("%s; %d rows are kept and written later", error, len(self._pending))
             return False

@@ -269,9 +269,12 @@ def error_kinds(rows: pd.DataFrame) -> dict[str, int]:
 
 
 def error_kind(error: str) -> str:
-    """``torch.OutOfMemoryError: CUDA ...`` to ``OutOfMemoryError``."""
-    head = error.strip().partition("\n")[0].partition(":")[0].strip()
-    return head.rpartition(".")[2] if head and " " not in head else "unscored" if not error.strip() else "error"
+    """``torch.OutOfMemoryError: CUDA ...`` to ``OutOfMemoryError``, behind the driver's own words too."""
+    if not error.strip():
+        return "unscored"
+    heads = [part.strip() for part in error.strip().partition("\n")[0].split(":")[:2]]
+    named = next((head for head in heads if head and " " not in head), "")
+    return named.rpartition(".")[2] or "error"
 
 
 def _against_full(results: Sequence[Result]) -> list[Result]:
