@@ -14,7 +14,7 @@ from kvcache.layout import LayerLayout
 from kvcache.sliding import SlidingRing
 from kvcache.window import window_attention
 from workers.attention import causal_attention
-from workers.continuation import shared_prefix_attention
+from workers.continuation import attend_everything, shared_prefix_attention
 
 SCALE = 0.3
 
@@ -126,3 +126,15 @@ def test_a_shared_prefix_is_attended_like_a_private_one(prefix: int, value_dim: 
         keys, values = torch.cat([shared_keys, own_keys[row]], 1), torch.cat([shared_values, own_values[row]], 1)
         expected = dense(queries[row], keys, prefix + 2) @ values.repeat_interleave(2, 0).double()
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_of_futures_takes_queries_that_lie_across() -> None:
+    """The CPU's operator reads them as if they did not, and says nothing."""
+    torch.manual_seed(0)
+    queries, keys, values = (torch.randn(1, 2, length, 16) for length in (3, 20, 20))
+    across = queries.transpose(2, 3).contiguous().transpose(2, 3)
+    assert across.stride(-1) != 1
+    for found, expected in zip(
+        attend_everything(across, keys, values, 0.25), attend_everything(queries, keys, values, 0.25), strict=True
+    ):
+        assert torch.equal(found, expected)
