@@ -220,6 +220,7 @@ def test_a_sweep_of_which_nothing_could_run_is_never_well(tmp_path: Path) -> Non
     assert (finished.exit_code(failures_ok=False), finished.exit_code(failures_ok=True)) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_loaded_in_time_is_left_out(tmp_path: Path) -> None:
     models = [{"label": "endless", "source": "endless"}, {"label": "tiny", "source": "tiny"}]
     opened, finished = drive(write(tmp_path, models=models, cluster={"job_timeout_s": 2}))
@@ -248,6 +249,7 @@ def test_what_needs_the_device_to_itself_is_halved_until_it_fits(tmp_path: Path)
     assert [(loss.samples, loss.counted) for loss in opened.store.losses()] == [([5, 6, 7], False)]
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_is_recorded_pair_by_pair_without_its_neighbours(tmp_path: Path) -> None:
     opened, finished = drive(write(tmp_path, cluster={"samples_per_job": 4}), stub_worker.samples({1: "huge"}))
     assert statuses(opened) == {0: {"ok"}, 1: {"failed"}, 2: {"ok"}, 3: {"ok"}}

@@ -525,10 +525,22 @@ def test_a_family_has_a_score_once_its_tasks_are_complete() -> None:
 
 
 def test_samples_that_share_a_document_are_one_unit() -> None:
-    named = [json.dumps({"document": f"d{index // 5}"}) for index in range(10)]
-    report = report_of(part("full", "100%", sample_meta=named))
-    assert only(report, "full").tasks["vt"].estimate.interval.how == "bootstrap of documents"
-    assert only(report, "full").tasks["vt"].estimate.samples == 10
+    named = [json.dumps({"document": f"d{index // 5}"}) for index in range(20)]
+    report = report_of(part("full", "100%", scores=[1.0, 0.0] * 10, sample_meta=named))
+    estimate = only(report, "full").tasks["vt"].estimate
+    assert (estimate.interval.how, estimate.samples, estimate.units) == ("bootstrap of documents", 20, 4)
+
+
+def test_documents_are_counted_near_an_edge_too() -> None:
+    """One wrong answer of twenty in four documents says less than one of twenty prompts."""
+    named = [json.dumps({"document": f"d{index // 5}"}) for index in range(20)]
+    scores = [0.0] + [1.0] * 19
+    by_document, by_prompt = (
+        only(report_of(part("full", "100%", scores=scores, **meta)), "full").tasks["vt"].estimate.interval
+        for meta in ({"sample_meta": named}, {})
+    )
+    assert by_document.how == by_prompt.how == "Wilson"
+    assert by_document.low < by_prompt.low < by_prompt.high < by_document.high
 
 
 def test_twenty_methods_look_different() -> None:
