@@ -160,7 +160,7 @@ class TimedStep(PrefillStep):
 
     def __init__(self, model: LoadedModel, seconds: dict[Observations, float], *given: Any) -> None:
         super().__init__(*given)
-        layout, tokens, _, rotary = given
+        layout, tokens, _, rotary, _ = given
         self._model, self._seconds = model, seconds
         self._alone = {kind: PrefillStep(layout, tokens, kind, rotary) for kind in seconds}
 

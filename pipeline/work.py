@@ -18,11 +18,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeVar
 
 from pipeline.plan import Group, Shard
 from workers.job import ModelSpec
 
 TRIES = 2
+T = TypeVar("T")
 
 
 @dataclass
@@ -75,21 +77,21 @@ class Work:
 
     def parts(self) -> list[Work]:
         """Halves, of a lone sample's cells where there is but one sample; of isolated runs, each cell by itself."""
+        missing: list[dict[int, set[str]]]
         if self.group.timing:
             cells = sorted(set().union(*self.missing.values()))
-            by_cell = [{index: {cell} for index, own in self.missing.items() if cell in own} for cell in cells]
-            return [Work(self.group, missing, attempt=self.attempt) for missing in by_cell]
-        indices = sorted(self.missing)
-        if len(indices) == 1:
-            (index,), cells = indices, sorted(self.missing[indices[0]])
-            middle = len(cells) // 2
-            shares = [{index: set(cells[:middle])}, {index: set(cells[middle:])}]
-            return [Work(self.group, missing, attempt=self.attempt) for missing in shares]
-        middle = len(indices) // 2
-        return [
-            Work(self.group, {index: self.missing[index] for index in part}, attempt=self.attempt)
-            for part in (indices[:middle], indices[middle:])
-        ]
+            missing = [{index: {cell} for index, own in self.missing.items() if cell in own} for cell in cells]
+        elif len(self.missing) == 1:
+            ((index, own),) = self.missing.items()
+            missing = [{index: set(half)} for half in _halves(sorted(own))]
+        else:
+            missing = [{index: self.missing[index] for index in half} for half in _halves(sorted(self.missing))]
+        return [Work(self.group, part, attempt=self.attempt) for part in missing]
+
+
+def _halves(items: list[T]) -> tuple[list[T], list[T]]:
+    middle = len(items) // 2
+    return items[:middle], items[middle:]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import urllib.error
 import urllib.request
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from browser import chromium
 from manifests import K8S
 from row_factory import Output, make_output, make_sweep
 from servers import KEYS, keys_in, mlflow_server, postgres, s3, signed_in
@@ -215,10 +215,9 @@ def test_a_browser_shows_the_views_and_the_report(
 
 def seen(address: str, picture: Path, profile: Path) -> str:
     """The page as headless Chromium has it once it is quiet, and a picture of it."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no Chromium: apt-get install chromium")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
     options += ["--disable-component-update", "--disable-quic", "--no-first-run", "--window-size=1600,1000"]
     options += [f"--user-data-dir={profile}", "--virtual-time-budget=30000", "--dump-dom", f"--screenshot={picture}"]
-    return subprocess.run([browser, *options, address], capture_output=True, text=True, timeout=300, check=True).stdout
+    return subprocess.run(
+        [chromium(), *options, address], capture_output=True, text=True, timeout=300, check=True
+    ).stdout

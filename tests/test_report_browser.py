@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import chromium
+from PIL import Image
 from row_factory import make_output
 
 from pipeline.report import build_report
@@ -41,10 +42,7 @@ document.body.innerHTML = '<pre id="found">' + JSON.stringify(found) + '</pre>';
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("no Chromium: apt-get install chromium")
-    return found
+    return chromium()
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +90,9 @@ def test_no_label_is_cut_and_the_page_is_no_wider_than_its_window(
 
 
 def test_a_picture_of_the_page_has_its_colours(browser: str, page: Path, tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
     picture = Path(os.environ.get("KVSWEEP_TEST_PICTURES", tmp_path)) / "sweep-report.png"
     run(browser, tmp_path / "profile", f"--screenshot={picture}", "--window-size=1400,4000", page.as_uri())
-    with image.open(picture) as shown:
+    with Image.open(picture) as shown:
         colours = {colour for _, colour in shown.convert("RGB").getcolors(maxcolors=1 << 24)}
         assert shown.size == (1400, 4000)
     assert {(0x3F, 0x83, 0xC9), (0xE0, 0x7B, 0x39)} <= colours  # the first two methods'

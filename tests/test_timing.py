@@ -342,18 +342,24 @@ def test_an_exception_while_decoding_is_a_failed_row(model: LoadedModel, monkeyp
     assert (row.status, row.error, row.ttft_s) == ("failed", "OutOfMemoryError: no room", None)
 
 
+class Meter:
+    """Notes in ``seen`` what it is asked, and says 7."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def restart(self) -> None:
+        self.seen.append("restart")
+
+    def peak_bytes(self) -> int:
+        self.seen.append("peak")
+        return 7
+
+
 def test_the_peak_is_that_of_the_run_alone(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    class Meter:
-        def restart(self) -> None:
-            seen.append("restart")
-
-        def peak_bytes(self) -> int:
-            seen.append("peak")
-            return 7
-
-    metered = dataclasses.replace(model, meter=Meter())  # type: ignore[arg-type]
+    metered = dataclasses.replace(model, meter=Meter(seen))  # type: ignore[arg-type]
     once = dataclasses.replace(job(1, CELLS[:2], batch=1), timing=TimingSpec(PROMPT, NEW, 0))
     assert [row.peak_device_bytes for row in time_job(metered, once)] == [7, 7]
     assert seen == ["restart", "peak"] * 2
@@ -375,14 +381,6 @@ def test_on_a_gpu_every_run_begins_with_nothing_of_the_run_before(
 ) -> None:
     seen: list[str] = []
 
-    class Meter:
-        def restart(self) -> None:
-            seen.append("restart")
-
-        def peak_bytes(self) -> int:
-            seen.append("peak")
-            return 7
-
     class Device:
         type = "cuda"
 
@@ -398,7 +396,7 @@ def test_on_a_gpu_every_run_begins_with_nothing_of_the_run_before(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("empty"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr("workers.timing._Batch", Batch)
-    on_gpu = dataclasses.replace(model, meter=Meter(), device=Device())  # type: ignore[arg-type]
+    on_gpu = dataclasses.replace(model, meter=Meter(seen), device=Device())  # type: ignore[arg-type]
     for _ in range(2):
         measure(on_gpu, EngineSpec(0), [])
     assert seen == ["empty", "engine", "restart", "peak"] * 2

@@ -97,14 +97,15 @@ class PrefillStep(Step):
     Growing layers keep all keys and values, sliding layers the last ``window - 1``.
     """
 
-    flash = True
-    """Attend by FlashAttention-2 where it serves; else by torch's own function."""
-
-    def __init__(self, layout: CacheLayout, tokens: int, observations: Observations, rotary: Rotary) -> None:
+    def __init__(
+        self, layout: CacheLayout, tokens: int, observations: Observations, rotary: Rotary, flash: bool = True
+    ) -> None:
+        """``flash``: attend by FlashAttention-2 where it serves, else by torch's own function."""
         self.layout = layout
         self.tokens = tokens
         self.observations = observations
         self.rotary = rotary
+        self.flash = flash
         self.start = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}

@@ -151,8 +151,8 @@ class PromptForks:
         observations = Observations()
         for fork in prompt.forks:
             observations |= fork.method.observes()
-        step = PrefillStep(model.layout, tokens, observations, model.rotary)
-        step.flash = model.spec.attention == "auto"
+        flash = model.spec.attention == "auto"
+        step = PrefillStep(model.layout, tokens, observations, model.rotary, flash)
         states = LinearRows(model.layout, 1, model.device, model.dtype)
         ids = torch.tensor([prompt.ids], device=model.device)
         with hidden_moments(model, observations.hidden_moments) as hidden:
