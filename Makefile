@@ -25,8 +25,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 sweep: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" jobs/quickstart.yaml
 
+# Files side by side; one at a time, with what the tests print: `pytest -s`.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

@@ -10,6 +10,7 @@ A token is all KV heads together: C = H_kv * d channels.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,9 +45,18 @@ class LayerTables:
     def key_half(self) -> Tensor:
         return (self.key_high - self.key_low) / 2
 
+    @cached_property
+    def key_points(self) -> Tensor:
+        return points_of_words(self.key_codebook)
+
+    @cached_property
+    def value_points(self) -> Tensor:
+        return points_of_words(self.value_codebook)
+
     @property
     def nbytes(self) -> int:
-        return sum(table.nbytes for table in self.named().values())
+        read_with = self.key_points.nbytes + self.value_points.nbytes
+        return sum(table.nbytes for table in self.named().values()) + read_with
 
 
 @dataclass(frozen=True)
@@ -99,22 +109,52 @@ def value_span(values: Tensor, tail: int) -> tuple[Span, Tensor]:
 
 def read_keys(codes: Tensor, tables: LayerTables, outliers: Outliers, bits: int) -> Tensor:
     """[..., C] fp32, before rotation"""
-    points = tables.key_codebook[unpack_codes(codes, bits)]
-    return _with_outliers(tables.key_mid + points * tables.key_half, outliers)
+    return _read(codes, tables.key_points, bits, tables.key_mid, tables.key_half, outliers)
 
 
-def read_values(codes: Tensor, codebook: Tensor, span: Span, outliers: Outliers, bits: int) -> Tensor:
-    """[..., C] fp32"""
-    points = codebook[unpack_codes(codes, bits)]
-    return _with_outliers(span.mid.float()[..., None] + points * span.half.float()[..., None], outliers)
+def read_values(codes: Tensor, points: Tensor, span: Span, outliers: Outliers, bits: int) -> Tensor:
+    """[..., C] fp32. ``points``: of :func:`points_of_words`"""
+    return _read(codes, points, bits, span.mid.float()[..., None], span.half.float()[..., None], outliers)
 
 
-def _with_outliers(dense: Tensor, outliers: Outliers) -> Tensor:
-    """A channel more takes what free slots hold."""
-    if not outliers.channel.shape[-1]:
-        return dense
-    wider = torch.nn.functional.pad(dense, (0, 1))
-    return wider.scatter_(-1, outliers.channel.long(), outliers.value.float())[..., :-1]
+def _read(codes: Tensor, points: Tensor, bits: int, mid: Tensor, half: Tensor, outliers: Outliers) -> Tensor:
+    """mid + point * half, and outliers in their places. A channel more takes what free slots hold."""
+    scaled = look_up(codes, points, bits)
+    wider = scaled.new_empty(*scaled.shape[:-1], scaled.shape[-1] + 1)
+    dense = wider[..., :-1]
+    torch.addcmul(mid, scaled, half, out=dense)
+    wider.scatter_(-1, outliers.channel.long(), outliers.value.float())
+    return dense
+
+
+def look_up(packed: Tensor, points: Tensor, bits: int) -> Tensor:
+    """What packed codes stand for: [..., n * bits / 8] -> [..., n]"""
+    return torch.embedding(points, _words(packed, bits)).flatten(-3)
+
+
+def points_of_words(codebook: Tensor) -> Tensor:
+    """What codes that lie together stand for, so that one look-up reads all of them. [2^bits] -> [2^(k bits), k]"""
+    bits = len(codebook).bit_length() - 1
+    together = _together(bits)
+    words = torch.arange(2 ** (together * bits), device=codebook.device)
+    shifts = torch.arange(together, device=codebook.device) * bits
+    return codebook[words[:, None] >> shifts & 2**bits - 1]
+
+
+def _words(packed: Tensor, bits: int) -> Tensor:
+    """[..., n * bits / 8] uint8 -> [..., n / 8, 8 / k] int32, k codes each"""
+    eight = packed.unflatten(-1, (-1, bits)).int()
+    joined = eight[..., 0]
+    for byte in range(1, bits):
+        joined = joined | eight[..., byte] << 8 * byte
+    together = _together(bits)
+    shifts = torch.arange(0, 8, together, device=packed.device, dtype=torch.int32) * bits
+    return joined[..., None] >> shifts & 2 ** (together * bits) - 1
+
+
+def _together(bits: int) -> int:
+    """Codes of one look-up: as many as leave the table small enough for a processor's cache."""
+    return 2 if bits > 3 else 4
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -122,10 +162,3 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(8, device=codes.device)
     words = (codes.unflatten(-1, (-1, 8)).long() << shifts * bits).sum(-1)
     return (words[..., None] >> shifts[:bits] * 8 & 255).flatten(-2).to(torch.uint8)
-
-
-def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """[..., n * bits / 8] uint8 -> [..., n] int64"""
-    shifts = torch.arange(8, device=packed.device)
-    words = (packed.unflatten(-1, (-1, bits)).long() << shifts[:bits] * 8).sum(-1)
-    return (words[..., None] >> shifts * bits & 2**bits - 1).flatten(-2)

@@ -21,14 +21,14 @@ from kvcache.layered import LayeredPool, LayerStore, in_order
 from kvcache.layout import LayerLayout
 from kvcache.pages import PageArena
 from kvcache.pool import Compressed, MemoryBreakdown, PoolShape
-from kvcache.rotary import rotate, unrotate
+from kvcache.rotary import rotate_into, unrotate
 from kvcache.sparse_grid import MOST_SINKS, SparseGrid
 
 PAGE = MOST_SINKS
 """Tokens of a page: the first ones of a row are in its first page."""
 
-PAGES_AT_ONCE = 64
-"""Pages dequantised at a time: bounds what a step needs."""
+PAGES_AT_ONCE = 16
+"""Pages dequantised at a time: few enough for a processor's cache; results do not depend on it."""
 
 SPARSE = ("key_channel", "key_outlier", "value_channel", "value_outlier")
 SPAN = ("value_mid", "value_half")
@@ -148,11 +148,13 @@ class _CodedLayer(LayerStore):
         extreme = Outliers(part["value_channel"], part["value_outlier"])
         span, bits, tables = Span(part["value_mid"], part["value_half"]), self.grid.bits, self.tables
         plain = read_keys(part["key_codes"], tables, outer, bits)
-        values = read_values(part["value_codes"], tables.value_codebook, span, extreme, bits)
+        values = read_values(part["value_codes"], tables.value_points, span, extreme, bits)
         plain, values = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (plain, values))
         row, ordinal = self.codes["row"][pages], self.codes["ordinal"][pages]
         cos, sin = self._rotary(ordinal)
-        keys, values = rotate(plain, cos[:, None], sin[:, None]), values.contiguous()
+        keys = plain.new_empty(plain.shape)
+        rotate_into(keys, plain, cos[:, None], sin[:, None])
+        values = values.contiguous()
         start = (self.codes.used[pages] & (ordinal == 0)).nonzero().flatten()
         for name, read in (("keys", keys), ("values", values)):
             read[start, :, : self.grid.sinks] = self.sinks[name][self.first[row[start]]].float()

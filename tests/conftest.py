@@ -22,7 +22,8 @@ def _threads(request: pytest.FixtureRequest) -> None:
     """Small products only wait for a second thread, and for very long where other programs run."""
     if torch := sys.modules.get("torch"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(cores if request.module.__name__ in REAL_MODELS else 1)
+        share = max(1, cores // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+        torch.set_num_threads(share if request.module.__name__ in REAL_MODELS else 1)
 
 
 @pytest.fixture(scope="module")

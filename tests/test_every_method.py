@@ -92,7 +92,11 @@ BUDGETED = [method for method in METHODS if not method.fixed and method.name != 
 
 
 def name_of(method: Method) -> str:
-    own = {name: value for name, value in method.settings().items() if value != getattr(type(method), name, None)}
+    own = {
+        name: value
+        for name, value in method.settings().items()
+        if name != "calibration" and value != getattr(type(method), name, None)  # a file of this run alone
+    }
     return " ".join([method.name, *(f"{name}={value}" for name, value in own.items())])
 
 

@@ -36,7 +36,7 @@ class KVQuant(FixedMethod):
     ``calibration``: a file, by its path or by its name in the cache; a sweep finds the only one that fits by itself."""
 
     name: ClassVar[str] = "kvquant"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     bits: int = 3
     outliers: float = 0.01
