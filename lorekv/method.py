@@ -51,7 +51,7 @@ class LoreKV(PromptEvictor):
     """
 
     name: ClassVar[str] = "lorekv"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     chooses_once: ClassVar[str] = "its futures continue the prompt"
 
     window: int = 32

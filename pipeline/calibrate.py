@@ -75,7 +75,7 @@ def _make(asked: Asked, method: KVQuant, spec: ModelSpec, text: str, facts: Cali
     from workers.models import load_model
 
     try:
-        model = load_model(spec)
+        model = load_model(spec, gradients=True)
         tables = find_tables(model, _sequences(asked, model, text), method.grid, asked.gradients)
     except (ModelError, NoGradients) as error:
         raise SweepProblem(str(error)) from None

@@ -18,6 +18,8 @@ from workers.linear import LinearCache, LinearRows
 from workers.models import LoadedModel
 
 ROWS = BLOCKS * PARTICLES
+PARTS = 4
+"""Of a prompt, attended to side by side: a model with few heads leaves a processor's cores idle otherwise."""
 
 
 class ContinuationStep(Step):
@@ -104,12 +106,23 @@ def shared_prefix_attention(
     """
     rows, kv_heads = len(queries), len(shared_keys)
     grouped = queries.squeeze(2).unflatten(1, (kv_heads, -1))  # [M, H_kv, G, d]
-    by_head = grouped.transpose(0, 1).flatten(1, 2)  # [H_kv, M * G, d]
-    of_shared = attend_everything(by_head[None], shared_keys[None], shared_values[None], scale)
-    shared, shared_sums = (part[0].unflatten(1, (rows, -1)).transpose(0, 1) for part in of_shared)
-    own, own_sums = attend_everything(grouped, own_keys, own_values, scale)
-    to_own = torch.sigmoid(own_sums - shared_sums)[..., None]
-    return torch.lerp(shared.float(), own.float(), to_own).flatten(1, 2).unsqueeze(2).to(queries.dtype)
+    in_parts = shared_keys.shape[1] // PARTS * PARTS
+    rest_keys, rest_values = (part[:, in_parts:].expand(rows, -1, -1, -1) for part in (shared_keys, shared_values))
+    own_keys, own_values = torch.cat([rest_keys, own_keys], 2), torch.cat([rest_values, own_values], 2)
+    attended = [attend_everything(grouped, own_keys, own_values, scale)]
+    if in_parts:
+        by_head = grouped.transpose(0, 1).flatten(1, 2).expand(PARTS, -1, -1, -1)  # [S, H_kv, M * G, d]
+        keys, values = (_parts(shared[:, :in_parts]) for shared in (shared_keys, shared_values))
+        of_parts = (part.unflatten(2, (rows, -1)) for part in attend_everything(by_head, keys, values, scale))
+        attended += zip(*(part.transpose(1, 2) for part in of_parts), strict=True)
+    outputs, sums = (torch.stack(part) for part in zip(*attended, strict=True))
+    joined = (outputs * torch.softmax(sums, 0)[..., None]).sum(0)
+    return joined.flatten(1, 2).unsqueeze(2).to(queries.dtype)
+
+
+def _parts(shared: Tensor) -> Tensor:
+    """[H_kv, n, d] -> [S, H_kv, n / S, d]"""
+    return shared.unflatten(1, (PARTS, -1)).transpose(0, 1)
 
 
 def attend_everything(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from workers.experts import EXPERTS, token_by_token
 from workers.job import ModelSpec
 from workers.linear import LinearCache
 from workers.memory import PeakMeter
+from workers.packed import pack_linears
 from workers.partial_rotary import widened
 from workers.structure import Structure
 
@@ -78,8 +79,11 @@ class LoadedModel:
         return cos[0], sin[0]
 
 
-def load_model(spec: ModelSpec, device: torch.device | None = None) -> LoadedModel:
-    """Load weights and tokenizer. Raises ``ModelError`` for what is missing or not supported."""
+def load_model(spec: ModelSpec, device: torch.device | None = None, gradients: bool = False) -> LoadedModel:
+    """Load weights and tokenizer. Raises ``ModelError`` for what is missing or not supported.
+
+    ``gradients``: they can be taken through the model, whose products on a CPU are slower then.
+    """
     describe(spec)
     files = find_files(spec)
     place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,8 +92,10 @@ def load_model(spec: ModelSpec, device: torch.device | None = None) -> LoadedMod
     source, meter = _local_source(files, spec.dtype), PeakMeter(place)
     options = _hub_options(spec)
     model = _auto_class(source, options).from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION, **options)
-    model = model.eval().to(place)
-    return prepare(spec, model, load_tokenizer(spec), meter)
+    loaded = prepare(spec, model.eval().to(place), load_tokenizer(spec), meter)
+    if not gradients:
+        pack_linears(model)
+    return loaded
 
 
 def prepare(spec: ModelSpec, model: Any, tokenizer: Any, meter: PeakMeter | None = None) -> LoadedModel:
