@@ -14,10 +14,10 @@ from torch import Tensor
 from kvcache.budget import Budget
 from kvcache.method import method_class
 from workers import attention, flash
-from workers.attention import causal_attention
 from workers.engine import Engine
 from workers.fork import Fork, Prompt
 from workers.job import EngineSpec
+from workers.softmax import causal_attention
 
 SCALE = 0.25
 

@@ -13,8 +13,8 @@ from kvcache.kernels.paged_attention import attend_pages, merge_pages
 from kvcache.layout import LayerLayout
 from kvcache.sliding import SlidingRing
 from kvcache.window import window_attention
-from workers.attention import causal_attention
-from workers.continuation import attend_everything, shared_prefix_attention
+from workers.continuation import shared_prefix_attention
+from workers.softmax import attend_everything, causal_attention
 
 SCALE = 0.3
 

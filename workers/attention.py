@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from kvcache.kernels.column_sums import add_column_sums
@@ -28,6 +27,7 @@ from kvcache.prefill import Rotary
 from kvcache.probes import probe_positions
 from workers.flash import flash_attention, serves
 from workers.partial_rotary import half_split_order
+from workers.softmax import causal_attention
 
 ATTENTION = "kvsweep"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -191,18 +191,3 @@ class PrefillStep(Step):
                 kept[skipped] = QueryMoments.empty(len(queries), queries.shape[-1], queries.device)
             first = max(0, skipped - self.start)
             kept[skipped].add_rotated(queries[:, first:], cos[first:], sin[first:])
-
-
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attention of the last t of n tokens over all n, and no further back than ``window``. [B, H_q, t, d]"""
-    new, visible = queries.shape[2], keys.shape[2]
-    group = queries.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    if new == visible and (window is None or visible <= window):
-        return scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
-    position = torch.arange(visible, device=queries.device)
-    query = position[visible - new :, None]
-    mask = position <= query
-    if window is not None:
-        mask &= position > query - window
-    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)

@@ -22,9 +22,10 @@ from kvcache.dense_sparse import SMALLEST, LayerTables, value_span
 from kvcache.layout import CacheLayout
 from kvcache.rotary import rotate, unrotate
 from kvcache.sparse_grid import SparseGrid
-from workers.attention import Step, causal_attention
+from workers.attention import Step
 from workers.linear import LinearCache, LinearRows
 from workers.models import LoadedModel
+from workers.softmax import causal_attention
 from workers.traces import Trace
 
 

@@ -16,6 +16,7 @@ from kvcache.prefill import BLOCKS, PARTICLES, Prefill
 from workers.attention import Step
 from workers.linear import LinearCache, LinearRows
 from workers.models import LoadedModel
+from workers.softmax import attend_everything
 
 ROWS = BLOCKS * PARTICLES
 PARTS = 4
@@ -123,23 +124,6 @@ def shared_prefix_attention(
 def _parts(shared: Tensor) -> Tensor:
     """[H_kv, n, d] -> [S, H_kv, n / S, d]"""
     return shared.unflatten(1, (PARTS, -1)).transpose(0, 1)
-
-
-def attend_everything(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention without a mask, and the natural log-sum-exp of each query's scaled scores, in fp32.
-
-    queries [B, H, q, d], keys [B, H, n, d], values [B, H, n, d_v] -> [B, H, q, d_v], [B, H, q]
-    """
-    if queries.device.type == "cpu" and keys.shape[2] and keys.shape[-1] == values.shape[-1]:
-        # Reads keys and values in their own dtype: no copy of them in fp32. It takes a head's numbers to lie together.
-        together = (part if part.stride(-1) == 1 else part.contiguous() for part in (queries, keys, values))
-        attended: tuple[Tensor, Tensor] = _flash_on_cpu(*together, scale=scale)
-        return attended
-    scores = (queries.float() @ keys.float().transpose(2, 3)) * scale
-    return torch.softmax(scores, -1).to(values.dtype) @ values, scores.logsumexp(-1)
-
-
-_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def continuations(model: LoadedModel) -> Callable[[Sequence[Prefill]], ContinuationStep]:

@@ -22,13 +22,14 @@ from qevict.capacity import Capacities
 from qevict.method import QEvict
 from qevict.pool import TieredPool
 from qevict.view import is_event, tiers_of
-from workers.attention import Step, causal_attention
+from workers.attention import Step
 from workers.engine import DecodeStep, Engine
 from workers.fork import Fork, Prompt, PromptForks
 from workers.job import EngineSpec
 from workers.layer_measures import LayerTrace, Measure, measures_of
 from workers.linear import LinearCache, LinearRows
 from workers.models import LoadedModel
+from workers.softmax import causal_attention
 from workers.traces import Trace
 from workers.untouched import UntouchedLayers
 

@@ -92,10 +92,10 @@ def load_model(spec: ModelSpec, device: torch.device | None = None, gradients: b
     source, meter = _local_source(files, spec.dtype), PeakMeter(place)
     options = _hub_options(spec)
     model = _auto_class(source, options).from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION, **options)
-    loaded = prepare(spec, model.eval().to(place), load_tokenizer(spec), meter)
+    model = model.eval().to(place)
     if not gradients:
         pack_linears(model)
-    return loaded
+    return prepare(spec, model, load_tokenizer(spec), meter)
 
 
 def prepare(spec: ModelSpec, model: Any, tokenizer: Any, meter: PeakMeter | None = None) -> LoadedModel:
@@ -107,11 +107,17 @@ def prepare(spec: ModelSpec, model: Any, tokenizer: Any, meter: PeakMeter | None
     stops = _stop_ids(model, tokenizer)
     limit = config["max_position_embeddings"]
     model.requires_grad_(False)
+    model.get_output_embeddings().register_forward_pre_hook(_rows_together)
     meter = meter or PeakMeter(weight.device)
     structure = Structure() if tokenizer is None else Structure.of(tokenizer)
     loaded = LoadedModel(spec, model, tokenizer, layout, stops, weight.device, weight.dtype, limit, meter, structure)
     _adapt_layers(loaded, config)
     return loaded
+
+
+def _rows_together(head: Any, states: tuple[Tensor]) -> tuple[Tensor]:
+    """The last column of a chunk, cut out of it, is no plain matrix, and torch would copy all weights to fit it."""
+    return (states[0].contiguous(),)
 
 
 def _adapt_layers(model: LoadedModel, config: dict[str, Any]) -> None:

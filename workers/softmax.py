@@ -1,0 +1,66 @@
+"""Softmax attention in torch, where no kernel of FlashAttention's serves: causal, and over parts that are joined.
+
+A part of the keys is attended to by itself, and its log-sum-exp says what it weighs beside the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention of the last t of n tokens over all n, and no further back than ``window``. [B, H_q, t, d]"""
+    new, visible = queries.shape[2], keys.shape[2]
+    group = queries.shape[1] // keys.shape[1]
+    if new < visible and window is None and _serves(queries, values):
+        return _causal_in_parts(queries, keys, values, scale)
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    if new == visible and (window is None or visible <= window):
+        return scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+    position = torch.arange(visible, device=queries.device)
+    query = position[visible - new :, None]
+    mask = position <= query
+    if window is not None:
+        mask &= position > query - window
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+
+
+def _causal_in_parts(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """All earlier tokens without a mask, query heads of a group as one head's queries; then the new tokens."""
+    new, kv_heads = queries.shape[2], keys.shape[1]
+    earlier = keys.shape[2] - new
+    grouped = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [B, H_kv, G * t, d]
+    of_earlier = attend_everything(grouped, keys[:, :, :earlier], values[:, :, :earlier], scale)
+    before, before_sums = (part.unflatten(2, (-1, new)).flatten(1, 2) for part in of_earlier)
+    group = queries.shape[1] // kv_heads
+    own_keys, own_values = (part[:, :, earlier:].repeat_interleave(group, 1) for part in (keys, values))
+    own, own_sums = _flash_on_cpu(_rows_together(queries), own_keys, own_values, is_causal=True, scale=scale)
+    return torch.lerp(own.float(), before.float(), torch.sigmoid(before_sums - own_sums)[..., None]).to(queries.dtype)
+
+
+def attend_everything(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention without a mask, and the natural log-sum-exp of each query's scaled scores, in fp32.
+
+    queries [B, H, q, d], keys [B, H, n, d], values [B, H, n, d_v] -> [B, H, q, d_v], [B, H, q]
+    """
+    if keys.shape[2] and _serves(keys, values):
+        # Reads keys and values in their own dtype: no copy of them in fp32.
+        together = (_rows_together(part) for part in (queries, keys, values))
+        attended: tuple[Tensor, Tensor] = _flash_on_cpu(*together, scale=scale)
+        return attended
+    scores = (queries.float() @ keys.float().transpose(2, 3)) * scale
+    return torch.softmax(scores, -1).to(values.dtype) @ values, scores.logsumexp(-1)
+
+
+def _serves(keys: Tensor, values: Tensor) -> bool:
+    return keys.device.type == "cpu" and keys.shape[-1] == values.shape[-1]
+
+
+def _rows_together(part: Tensor) -> Tensor:
+    """What torch's operator takes for granted and does not check: the numbers of a head lie one after another."""
+    return part if part.stride(-1) == 1 else part.contiguous()
+
+
+_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
