@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvcache.kernels import cpu_flash
+
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
     """Attention of the last t of n tokens over all n, and no further back than ``window``. [B, H_q, t, d]"""
     new, visible = queries.shape[2], keys.shape[2]
     group = queries.shape[1] // keys.shape[1]
-    if new < visible and window is None and _serves(queries, values):
+    if new < visible and window is None and cpu_flash.serves(queries, values):
         return _causal_in_parts(queries, keys, values, scale)
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     if new == visible and (window is None or visible <= window):
@@ -36,7 +38,7 @@ def _causal_in_parts(queries: Tensor, keys: Tensor, values: Tensor, scale: float
     before, before_sums = (part.unflatten(2, (-1, new)).flatten(1, 2) for part in of_earlier)
     group = queries.shape[1] // kv_heads
     own_keys, own_values = (part[:, :, earlier:].repeat_interleave(group, 1) for part in (keys, values))
-    own, own_sums = _flash_on_cpu(_rows_together(queries), own_keys, own_values, is_causal=True, scale=scale)
+    own, own_sums = cpu_flash.flash_attention(queries, own_keys, own_values, scale, causal=True)
     return torch.lerp(own.float(), before.float(), torch.sigmoid(before_sums - own_sums)[..., None]).to(queries.dtype)
 
 
@@ -45,22 +47,7 @@ def attend_everything(queries: Tensor, keys: Tensor, values: Tensor, scale: floa
 
     queries [B, H, q, d], keys [B, H, n, d], values [B, H, n, d_v] -> [B, H, q, d_v], [B, H, q]
     """
-    if keys.shape[2] and _serves(keys, values):
-        # Reads keys and values in their own dtype: no copy of them in fp32.
-        together = (_rows_together(part) for part in (queries, keys, values))
-        attended: tuple[Tensor, Tensor] = _flash_on_cpu(*together, scale=scale)
-        return attended
+    if keys.shape[2] and cpu_flash.serves(keys, values):
+        return cpu_flash.flash_attention(queries, keys, values, scale)
     scores = (queries.float() @ keys.float().transpose(2, 3)) * scale
     return torch.softmax(scores, -1).to(values.dtype) @ values, scores.logsumexp(-1)
-
-
-def _serves(keys: Tensor, values: Tensor) -> bool:
-    return keys.device.type == "cpu" and keys.shape[-1] == values.shape[-1]
-
-
-def _rows_together(part: Tensor) -> Tensor:
-    """What torch's operator takes for granted and does not check: the numbers of a head lie one after another."""
-    return part if part.stride(-1) == 1 else part.contiguous()
-
-
-_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcache.kernels import cpu_flash
+
 PAGES_PER_PRODUCT = 512
 """Pages in one batched product: bounds the fp32 workspace; results do not depend on it."""
 
@@ -43,6 +45,8 @@ def attend_pages(
         keys, values: [P, b, d], [P, b, d_v].
         valid: [P, b] bool, which slots hold a token. A page may be empty.
     """
+    if segments == 1 and keys.dtype == queries.dtype == torch.bfloat16 and cpu_flash.serves(keys, values):
+        return _attend_fused(queries, keys, values, valid, scale)
     peaks, masses, outputs = [], [], []
     for start in range(0, len(keys), PAGES_PER_PRODUCT):
         page = slice(start, start + PAGES_PER_PRODUCT)
@@ -55,6 +59,17 @@ def attend_pages(
         masses.append(weights.unflatten(-1, (segments, -1)).sum(-1))
         outputs.append(torch.bmm(weights.to(values.dtype), values[page]).float())
     return PagePartials(torch.cat(peaks), torch.cat(masses), torch.cat(outputs))
+
+
+def _attend_fused(queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> PagePartials:
+    """A page's log-sum-exp for its peak, and so a mass of 1."""
+    mask = torch.zeros_like(valid, dtype=queries.dtype).masked_fill_(~valid, -torch.inf)[:, None, None]
+    mask = mask.expand(-1, -1, queries.shape[1], -1)
+    found = cpu_flash.flash_attention(queries[:, None], keys[:, None], values[:, None], scale, mask=mask)
+    output, log_sums = (part[:, 0] for part in found)
+    empty = ~valid.any(-1)[:, None]
+    peak = log_sums.masked_fill(empty, -torch.inf)
+    return PagePartials(peak, torch.ones_like(peak)[..., None], output.float().masked_fill_(empty[..., None], 0))
 
 
 def join_partials(parts: Sequence[PagePartials]) -> PagePartials:
