@@ -35,8 +35,10 @@ def test_a_packed_model_has_the_same_products() -> None:
     pack_linears(packed)
     ids = torch.tensor([prompt_ids(40)])
     layers = [one for one in packed.modules() if isinstance(one, PackedLinear)]
-    assert len(layers) == 6 * len(packed.model.layers) + (model.lm_head.weight is not model.model.embed_tokens.weight)
-    assert {type(layer.self_attn.o_proj) for layer in packed.model.layers} == {nn.Linear}
+    assert len(layers) == 7 * len(packed.model.layers) + (model.lm_head.weight is not model.model.embed_tokens.weight)
+    for layer, before in zip(packed.model.layers, model.model.layers, strict=True):
+        assert torch.equal(layer.self_attn.o_proj.weight, before.self_attn.o_proj.weight)
+        assert layer.mlp.up_proj.weight is None
     with torch.inference_mode():
         found, expected = (one.model.embed_tokens(ids) for one in (packed, model))
         assert torch.equal(found, expected)

@@ -49,7 +49,7 @@ class ContinuationStep(Step):
         positions[:blocks] = (self._first + self._length)[:, None]
         logits = self._model.read(padded.view(ROWS, 1), positions.view(ROWS, 1), self, self._cache)
         self._length += 1
-        return logits.float().unflatten(0, (BLOCKS, PARTICLES))[:blocks]
+        return logits.unflatten(0, (BLOCKS, PARTICLES))[:blocks].float()
 
     def queries(self, block: int, layer: int) -> Tensor:
         return self._queries[self._model.layout.growing[layer]][_rows(block)]
@@ -91,7 +91,8 @@ class ContinuationStep(Step):
         return tail_keys[:, first:], tail_values[:, first:], keys[:, :, -own:], values[:, :, -own:]
 
     def _extend(self, kept: dict[int, Tensor], layer: int, new: Tensor) -> None:
-        kept[layer] = torch.cat([kept[layer], new], 2) if layer in kept else new
+        new = new[: len(self._prefills) * PARTICLES]  # the others only fill the batch up
+        kept[layer] = torch.cat([kept[layer], new], 2) if layer in kept else new.clone()
 
 
 def _rows(block: int) -> slice:
@@ -108,8 +109,9 @@ def shared_prefix_attention(
     rows, kv_heads = len(queries), len(shared_keys)
     grouped = queries.squeeze(2).unflatten(1, (kv_heads, -1))  # [M, H_kv, G, d]
     in_parts = shared_keys.shape[1] // PARTS * PARTS
-    rest_keys, rest_values = (part[:, in_parts:].expand(rows, -1, -1, -1) for part in (shared_keys, shared_values))
-    own_keys, own_values = torch.cat([rest_keys, own_keys], 2), torch.cat([rest_values, own_values], 2)
+    if in_parts < shared_keys.shape[1]:
+        rest_keys, rest_values = (part[:, in_parts:].expand(rows, -1, -1, -1) for part in (shared_keys, shared_values))
+        own_keys, own_values = torch.cat([rest_keys, own_keys], 2), torch.cat([rest_values, own_values], 2)
     attended = [attend_everything(grouped, own_keys, own_values, scale)]
     if in_parts:
         by_head = grouped.transpose(0, 1).flatten(1, 2).expand(PARTS, -1, -1, -1)  # [S, H_kv, M * G, d]

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 ROWS = 16
 """Rows of a product that the layout is chosen for: those of a decode step."""
-READ_BY_METHODS = ("o_proj",)
+READ_BY_METHODS = "o_proj"
+"""Its weights stay as they were besides: methods read them to weigh values."""
 
 
 class PackedLinear(nn.Module):
     """A linear layer for inference: its product has no gradient."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, keeps_weight: bool = False) -> None:
         super().__init__()
+        self.weight = linear.weight if keeps_weight else None
         self.bias = linear.bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
 
@@ -31,7 +33,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: Any) -> None:
-    """Replace the linear layers of a bf16 model on a CPU, but those whose weights are read elsewhere."""
+    """Replace the linear layers of a bf16 model on a CPU whose weights nothing else shares."""
     embedding = model.get_input_embeddings().weight
     if embedding.device.type != "cpu" or embedding.dtype != torch.bfloat16:
         return
@@ -39,5 +41,5 @@ def pack_linears(model: Any) -> None:
         return
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and name not in READ_BY_METHODS and child.weight is not embedding:
-                setattr(parent, name, PackedLinear(child))
+            if type(child) is nn.Linear and child.weight is not embedding:
+                setattr(parent, name, PackedLinear(child, keeps_weight=name == READ_BY_METHODS))
