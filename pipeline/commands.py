@@ -46,10 +46,20 @@ def _run(file: Path, options: RunOptions, failures_ok: bool) -> int:
         show.show_data(opened.grid.data)
         tracker = _tracker(opened.store, opened.sweep.mlflow.tracking_uri if opened.sweep.mlflow.enabled else OFF)
 
-    finished = run_sweep(opened, options, on_plan=planned, on_progress=progress)
-    code = finished.exit_code(failures_ok)
-    if finished.outcome.signal is None:  # a signal leaves no time: the next run, or `report`, makes it
-        _publish(opened.store, tracker, finished)
+    ended = "FAILED"
+    try:
+        finished = run_sweep(opened, options, on_plan=planned, on_progress=progress)
+        code = finished.exit_code(failures_ok)
+        if finished.outcome.signal is None:  # a signal leaves no time: the next run, or `report`, makes it
+            _publish(opened.store, tracker, finished)
+        else:
+            ended = "KILLED"
+    except (KeyboardInterrupt, SystemExit):
+        ended = "KILLED"
+        raise
+    finally:
+        if tracker is not None:
+            tracker.stop(ended)
     show.show_end(finished)
     return code
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isnan, nan
 from pathlib import Path
+from threading import Event
 from time import time
 from typing import TYPE_CHECKING, Any
 
 from pipeline.figures import full_name
+from pipeline.mlflow_calls import in_parallel, mlflow_client, writers
 from pipeline.mlflow_metrics import (
     CHILD_METRICS,
     child_key,
@@ -43,15 +45,16 @@ LONGEST_PARAM, LONGEST_TAG = 6000, 5000
 
 
 class SweepRuns:
-    """The runs of one sweep. The parent is found, or created, at once."""
+    """The runs of one sweep. The parent is found, or created, at once; ``stop`` ends the writing of children."""
 
-    def __init__(self, uri: str, sweep: Mapping[str, Any]) -> None:
+    def __init__(self, uri: str, sweep: Mapping[str, Any], stop: Event | None = None) -> None:
         self._client = mlflow_client(uri)
+        self._writers, self._stop = writers(uri), stop or Event()
         self._sweep = sweep
         self._sweep_id = sweep_id(sweep)
         self.experiment_id = self._experiment(uri)
         found = self._find(f"tags.`{KIND}` = 'sweep'")
-        self._parent = found[0] if found else self._create(str(sweep["name"]), self._parent_tags(), _now())
+        self._parent = found[0] if found else self._create(str(sweep["name"]), self._parent_tags(), now())
 
     @property
     def client(self) -> MlflowClient:
@@ -71,22 +74,23 @@ class SweepRuns:
         self._batch(self._parent, [], {key: str(value) for key, value in counts.items()})
         self._client.log_text(self.parent_id, str(self._sweep.get("config_text", "")), "sweep.yaml")
 
-    def progress(self, figures: Mapping[str, float]) -> None:
-        """Live counts, with the rows done as the step."""
-        self._batch(self._parent, _points(figures, int(figures["rows_done"]), _now()))
+    def progress(self, counted: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Live counts, each with its moment; the rows done are the step."""
+        lines = [_points(figures, int(figures["rows_done"]), moment) for moment, figures in counted]
+        self._batch(self._parent, [line for of_moment in lines for line in of_moment])
 
     def results(self, report: Report) -> None:
         """Scores and intervals on the parent, everything of a configuration on its child."""
         summary = report.summary
-        moment = int(1000 * report.provenance.last) or _now()
+        moment = int(1000 * report.provenance.last) or now()
         done = {"cells_done": summary.cells_done, "rows_done": summary.rows, "rows_failed": summary.rows_failed}
         macros = _changed(self._parent, macro_metrics(summary), moment, prefixes=("macro",))
         self._batch(self._parent, _points(done, summary.rows, moment) + macros, tags={"partial": _yes(summary.partial)})
         self._datasets(report)
         children = {run.data.tags[CHILD]: run for run in self._find(f"tags.`{KIND}` = 'configuration'")}
-        for result in summary.results:
-            if result.scored + result.failed:
-                self._child(result, children.get(child_key(result)))
+        begun = [result for result in summary.results if result.scored + result.failed]
+        write = [partial(self._child, result, children.get(child_key(result))) for result in begun]
+        in_parallel(write, self._writers, self._stop)
 
     def files(self, files: Sequence[Path]) -> None:
         """Pages at the top of the parent's artifacts, tables in a folder of their own."""
@@ -138,12 +142,12 @@ class SweepRuns:
     def _child(self, result: Result, run: Run | None) -> None:
         moment = int(1000 * result.finished_at)
         described = describe(result)
-        if run is None:
-            tags = {KIND: "configuration", CHILD: child_key(result), "mlflow.parentRunId": self.parent_id}
-            run = self._create(full_name(result), tags, moment)
         error = next(iter(result.errors), "")
         tags = {"complete": result.macro.coverage, "partial": _yes(result.partial)}
         tags |= {"error_type": error} if error else {}
+        if run is None:
+            ours = {KIND: "configuration", CHILD: child_key(result), "mlflow.parentRunId": self.parent_id}
+            run = self._create(full_name(result), {**described, **tags, **ours}, moment)
         if not error and "error_type" in run.data.tags:
             self._client.delete_tag(run.info.run_id, "error_type")
         lines = _changed(run, child_metrics(result), moment, prefixes=CHILD_METRICS)
@@ -175,22 +179,6 @@ class SweepRuns:
             self._client.log_batch(run.info.run_id, metrics[:METRICS_PER_CALL], new_params, new_tags)
         for start in range(METRICS_PER_CALL, len(metrics), METRICS_PER_CALL):
             self._client.log_batch(run.info.run_id, metrics[start : start + METRICS_PER_CALL])
-
-
-def mlflow_client(uri: str) -> MlflowClient:
-    """A client that prints nothing, phones nowhere and gives up on a dead server within seconds."""
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = os.environ["DO_NOT_TRACK"] = "true"
-    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "1"
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-    from mlflow import MlflowClient
-
-    for noisy in ("alembic", "sqlalchemy", "mlflow", "urllib3.connectionpool"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    if uri.startswith("sqlite:///"):
-        Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-    return MlflowClient(tracking_uri=uri)
 
 
 def sweep_id(sweep: Mapping[str, Any]) -> str:
@@ -242,8 +230,8 @@ def _changed(run: Run, metrics: Mapping[str, float], moment: int, prefixes: tupl
     new = {key: value for key, value in metrics.items() if key not in known}
     other = {key: value for key, value in metrics.items() if key in known and known[key] != value}
     gone = {key: nan for key in known if key.startswith(prefixes) and key not in metrics and not isnan(known[key])}
-    return _points(new, 0, moment) + _points({**other, **gone}, 0, max(moment, _now()))
+    return _points(new, 0, moment) + _points({**other, **gone}, 0, max(moment, now()))
 
 
-def _now() -> int:
+def now() -> int:
     return int(1000 * time())

@@ -1,7 +1,8 @@
 """MLflow beside a sweep: a view of it, written by the driver alone, in the background, and never in its way.
 
-Calls are put in a queue and made by a thread of their own. The first failure is logged once and ends the tracking of
-this run; nothing is lost, since ``replay`` writes the same runs from the rows at any time.
+Calls are put in a queue and made, in their order, by a thread of their own. One that fails is made again, at growing
+intervals, for as long as the sweep lasts, and those behind it wait: every call may be repeated. Nothing is lost for
+good, since ``replay`` writes the same runs from the rows at any time.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from pipeline.mlflow_calls import Stopped, failures
 from pipeline.mlflow_metrics import macro_metrics
-from pipeline.mlflow_runs import SweepRuns, local_folder
+from pipeline.mlflow_runs import SweepRuns, local_folder, now
 from pipeline.mlflow_views import install_views, links
 from pipeline.store import without_secrets
 
@@ -26,8 +29,11 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("kvsweep.tracking")
 PROGRESS_EVERY_S = 5.0
 CLOSE_S, PER_RUN_S = 30.0, 0.5
+STOP_S = 2.0
+"""A signal leaves little time: ``ray job stop`` kills after three seconds."""
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 OFF = "off"
-HINT = "the sweep goes on; `kvsweep replay` fills MLflow in later"
+HINT = "`kvsweep replay` fills MLflow in later"
 
 Call = Callable[[], None]
 
@@ -46,14 +52,17 @@ def tracking_uri(setting: str | None, output: str) -> str:
 
 
 class Tracker:
-    """Tracks one run of a sweep. No method raises or waits for MLflow, except ``close``, for as long as it is told."""
+    """Tracks one run of a sweep. No method raises, and none waits for MLflow, except ``close`` and ``stop``, for as
+    long as they are told."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._runs: SweepRuns | None = None
+        self._ending, self._stopping = Event(), Event()
         self._failed = False
         self._last_progress = 0.0
+        self._counted: list[tuple[int, dict[str, float]]] = []
         self._to_write = 0
         self._uri = OFF
         self.links: dict[str, str] = {}
@@ -77,9 +86,10 @@ class Tracker:
         if monotonic() - self._last_progress < PROGRESS_EVERY_S:
             return
         self._last_progress = monotonic()
-        figures = {"rows_done": done_rows, "rows_failed": failed_rows, "rows_total": total_rows}
+        figures: dict[str, float] = {"rows_done": done_rows, "rows_failed": failed_rows, "rows_total": total_rows}
         figures |= {} if done_cells is None else {"cells_done": done_cells}
-        self._call(lambda runs: runs.progress(figures))
+        self._counted.append((now(), figures))
+        self._call(self._progress)
 
     def finish(self, report: Report, files: Sequence[Path], status: str) -> None:
         """Results, files and the end of the parent run: ``FINISHED``, ``FAILED`` or ``KILLED``."""
@@ -89,24 +99,53 @@ class Tracker:
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is still to be written, but no longer than ``timeout`` seconds: where nothing is said, half a
-        minute, and half a second for each configuration."""
+        minute, and half a second for each configuration. What fails now is not made again."""
         if self._thread is None:
             return
         timeout = CLOSE_S + PER_RUN_S * self._to_write if timeout is None else timeout
-        self._queue.put(None)
-        self._thread.join(timeout)
+        self._end(timeout)
         if self._thread.is_alive() and not self._failed:
             self._failed = True
             LOG.warning(
                 "MLflow at %s has not taken everything within %.0f s; %s", without_secrets(self._uri), timeout, HINT
             )
+        self._thread = None
+
+    def stop(self, status: str, timeout: float = STOP_S) -> None:
+        """End the parent run before its time, ``KILLED`` or ``FAILED``, and pass over what else waits. After ``close``
+        there is nothing to stop."""
+        if self._thread is None:
+            return
+        self._stopping.set()
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+        self._call(lambda runs: runs.end(status))
+        self._end(timeout)
+        if self._thread.is_alive():
+            LOG.warning(
+                "MLflow at %s was not told within %.0f s that the sweep stopped", without_secrets(self._uri), timeout
+            )
+        self._thread = None
+
+    def _end(self, timeout: float) -> None:
+        assert self._thread is not None
+        self._ending.set()
+        self._queue.put(None)
+        self._thread.join(timeout)
 
     def _begin(self, sweep: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> None:
-        self._runs = SweepRuns(self._uri, sweep)
+        self._runs = SweepRuns(self._uri, sweep, self._stopping)
         self._runs.begin(cells)
         LOG.info(
             "MLflow: experiment %s, run %s, at %s", sweep["name"], self._runs.parent_id, without_secrets(self._uri)
         )
+
+    def _progress(self, runs: SweepRuns) -> None:
+        """All counts since the last that MLflow took: after an outage they come together."""
+        counted = list(self._counted)
+        runs.progress(counted)
+        del self._counted[: len(counted)]
 
     def _views(self, runs: SweepRuns) -> None:
         self.links = _announce(self._uri, runs)
@@ -120,13 +159,31 @@ class Tracker:
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
-            if self._failed:
-                continue
+            with suppress(Stopped):
+                self._make(call)
+
+    def _make(self, call: Call) -> None:
+        """Make a call, again and again where it fails, until the sweep ends: then once more, and no more after that."""
+        pause, where = PAUSE_S, without_secrets(self._uri)
+        while not self._failed:
+            last = self._ending.is_set()
             try:
                 call()
             except failures() as error:
-                self._failed = True
-                LOG.warning("MLflow at %s: %s; %s", without_secrets(self._uri), _first_line(error), HINT)
+                if self._failed:  # said already, as `close` gave up waiting
+                    return
+                self._failed = last
+                if last or pause == PAUSE_S:
+                    then = HINT if last else "the sweep goes on, and it is tried again"
+                    LOG.warning("MLflow at %s: %s; %s", where, _first_line(error), then)
+                self._ending.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                if self._stopping.is_set():
+                    return
+            else:
+                if pause > PAUSE_S:
+                    LOG.info("MLflow at %s answers again", where)
+                return
 
 
 def replay(
@@ -151,15 +208,6 @@ def replay(
         return _announce(address, runs)
     except failures() as error:
         raise TrackingError(f"MLflow at {without_secrets(address)}: {_first_line(error)}") from error
-
-
-def failures() -> tuple[type[Exception], ...]:
-    """What MLflow lets through when its server, its database, its files or its own requirements fail."""
-    from alembic.util.exc import CommandError
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    return MlflowException, SQLAlchemyError, CommandError, OSError, ImportError, ValueError
 
 
 def _write(runs: SweepRuns, report: Report, files: Sequence[Path], status: str) -> None:

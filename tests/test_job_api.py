@@ -171,7 +171,8 @@ def test_failed_rows_are_a_result_and_are_not_run_again_by_a_retry(
 
 
 def job_tag(database: Path) -> str:
-    from pipeline.mlflow_runs import KIND, mlflow_client
+    from pipeline.mlflow_calls import mlflow_client
+    from pipeline.mlflow_runs import KIND
 
     client = mlflow_client(f"sqlite:///{database}")
     experiments = [one.experiment_id for one in client.search_experiments()]

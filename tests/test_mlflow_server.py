@@ -20,7 +20,8 @@ from manifests import K8S
 from row_factory import Output, make_output, make_sweep
 from servers import KEYS, keys_in, mlflow_server, postgres, s3, signed_in
 
-from pipeline.mlflow_runs import KIND, mlflow_client
+from pipeline.mlflow_calls import mlflow_client
+from pipeline.mlflow_runs import KIND
 from pipeline.mlflow_views import links
 from pipeline.report import Report, build_report
 from pipeline.tracking import Tracker, TrackingError, replay

@@ -1,0 +1,77 @@
+"""How MLflow is called: with which client, several calls at a time, and what is let through when it fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+WRITERS = 8
+"""Calls to a server at a time. Most of a call is waiting, and MLflow's client keeps ten connections."""
+
+
+class Stopped(Exception):
+    """Writing was told to stop before it was done."""
+
+
+def mlflow_client(uri: str) -> MlflowClient:
+    """A client that prints nothing, phones nowhere and gives up on a dead server within seconds."""
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = os.environ["DO_NOT_TRACK"] = "true"
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "1"
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    from mlflow import MlflowClient
+
+    for noisy in ("alembic", "sqlalchemy", "mlflow", "urllib3.connectionpool"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    if uri.startswith("sqlite:///"):
+        Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    return MlflowClient(tracking_uri=uri)
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What MLflow lets through when its server, its database, its files or its own requirements fail."""
+    from alembic.util.exc import CommandError
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return MlflowException, SQLAlchemyError, CommandError, OSError, ImportError, ValueError
+
+
+def writers(uri: str) -> int:
+    """How many threads may write: a database in a file has one writer at a time."""
+    return WRITERS if uri.startswith("http") else 1
+
+
+def in_parallel(calls: Sequence[Callable[[], None]], threads: int, stop: Event) -> None:
+    """Make all calls. The first that fails ends the rest and is raised; ``stop`` raises :class:`Stopped`.
+
+    The threads are daemons, which an executor's are not: a server that hangs must not keep the process from ending.
+    """
+    waiting, failed, known = iter(calls), list[Exception](), failures()
+
+    def work() -> None:
+        for call in waiting:  # one iterator for all threads: a list's hands out each call once
+            if failed or stop.is_set():
+                return
+            try:
+                call()
+            except known as error:
+                failed.append(error)
+
+    at_work = [Thread(target=work, name="mlflow-writer", daemon=True) for _ in range(min(threads, len(calls)))]
+    for thread in at_work:
+        thread.start()
+    for thread in at_work:
+        thread.join()
+    if failed:
+        raise failed[0]
+    if stop.is_set():
+        raise Stopped
