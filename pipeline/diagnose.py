@@ -16,10 +16,11 @@ from pipeline import render
 from pipeline.diagnose_lorekv import run_lorekv
 from pipeline.diagnostics_file import DiagnosticsFile, LoreDiagnosticsFile, load_diagnostics
 from pipeline.diagnostics_lorekv import lorekv_tables
-from pipeline.diagnostics_output import keep_measures, write_texts
+from pipeline.diagnostics_output import keep_measures
 from pipeline.diagnostics_page import alone, missed_mass, page, tier_mass
 from pipeline.diagnostics_summary import Diagnostics, tables
 from pipeline.errors import SweepProblem
+from pipeline.files import put_texts
 from pipeline.location import local_folder
 from pipeline.show import console
 from workers.job import ModelSpec
@@ -170,4 +171,4 @@ def _write(output: Path, settings: DiagnosticsFile, found: Diagnostics) -> None:
         "diagnostics.html": page(settings.name, facts, figures, made),
         "tables.md": "\n".join(render.markdown(table) for table in made),
     }
-    write_texts(output, texts)
+    put_texts(output, texts)

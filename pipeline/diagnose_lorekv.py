@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from pipeline import render
 from pipeline.diagnostics_file import LoreDiagnosticsFile
 from pipeline.diagnostics_lorekv import curves, lorekv_tables
-from pipeline.diagnostics_output import keep_measures, write_texts
+from pipeline.diagnostics_output import keep_measures
 from pipeline.diagnostics_page import alone, page
 from pipeline.diagnostics_summary import Diagnostics
 from pipeline.errors import SweepProblem
+from pipeline.files import put_texts
 from pipeline.show import console
 from pipeline.spec import TaskEntry
 from tasks.registry import get_task
@@ -129,4 +130,4 @@ def _write(output: Path, settings: LoreDiagnosticsFile, found: Diagnostics) -> N
         "tables.md": "\n".join(render.markdown(table) for table in made),
     }
     texts |= {f"{title.split()[0].lower()}.svg": alone(drawn) for title, drawn in figures.items()}
-    write_texts(output, texts)
+    put_texts(output, texts)

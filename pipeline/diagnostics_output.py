@@ -1,10 +1,12 @@
-"""What both kinds of diagnostics leave in their output folder."""
+"""The measures that both kinds of diagnostics leave in their output folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pipeline.files import put
 
 if TYPE_CHECKING:
     from workers.layer_measures import Measure
@@ -19,11 +21,6 @@ def keep_measures(path: Path, trace: str, measures: Sequence[Measure]) -> None:
 
     rows = {key: [getattr(one, key) for one in measures] for key in COLUMNS}
     held = pa.table({"trace": [trace] * len(measures)} | rows)
-    parquet.write_table(held, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)
-
-
-def write_texts(output: Path, texts: Mapping[str, str]) -> None:
-    """Files by name."""
-    for name, text in texts.items():
-        (output / name).write_text(text, encoding="utf-8")
+    sink = pa.BufferOutputStream()
+    parquet.write_table(held, sink)
+    put(path, sink.getvalue().to_pybytes())

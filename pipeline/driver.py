@@ -75,35 +75,37 @@ class Driver:
     def run(self) -> Outcome:
         """Work until nothing is left, a signal arrives or the failures trip. What is finished is always written."""
         with stop_signals() as received:
+            taken_over = False
             try:
-                while (self._agenda.waiting or self._busy()) and not (received or self._agenda.tripped):
+                while (self._agenda.waiting or self._busy()) and not (received or self._agenda.tripped or taken_over):
                     self._turn()
-                    if self._lease.lost:
-                        return self._outcome("another driver took this output over", None)
+                    taken_over = self._lease.lost
                 self._drain(DRAIN_S if received else 0.0)
             finally:
                 try:
-                    self._write_out(bool(received))
+                    self._write_out(received)
                 finally:
                     for slot in self._slots:
                         ray.kill(slot.actor)
         if received:
             return self._outcome(signal.Signals(received[0]).name, received[0])
+        if taken_over:
+            return self._outcome("another driver took this output over", None)
         if self._agenda.tripped:
             return self._outcome(f"{self._cluster.max_failures} failures in a row with no success between them", None)
         return self._outcome("", None)
 
-    def _write_out(self, in_haste: bool) -> None:
-        """Write what is finished. A full disk may be emptied meanwhile; a signal leaves no time for that."""
+    def _write_out(self, received: list[int]) -> None:
+        """Write what is finished. A full disk may be emptied meanwhile; a signal, then or before, ends the wait."""
         try:
-            self._store.close(DRAIN_S if in_haste else PATIENCE_S)
+            self._store.close(lambda: DRAIN_S if received else PATIENCE_S)
         except StoreError as error:
-            if not in_haste:
+            if not received:
                 raise
-            self._progress.say(f"{error}: {self._store.unwritten} rows")
+            self._progress.say(str(error))
 
     def _outcome(self, stopped: str, signum: int | None) -> Outcome:
-        return Outcome(tuple(self._agenda.left_out), stopped, signum)
+        return Outcome(tuple(self._agenda.left_out), stopped, signum, self._store.unwritten)
 
     def _turn(self) -> None:
         self._feed.start(self._agenda.upcoming())
@@ -297,14 +299,16 @@ class Driver:
             self._dry.clear()  # the next groups' samples may be there
 
     def _raised(self, slot: Slot, error: str, out_of_memory: bool) -> None:
-        """An exception in the actor's code; the process lives on, but a job's may have left it in a bad state."""
+        """An exception in the actor's code; the process lives on. Where memory ran out, the job has let go of what it
+        held (:meth:`workers.actor.Worker.run`), and the model serves again; another may have left a bad state."""
         if slot.phase == "running":
             work, slot.work = slot.work, None
             assert work is not None
-            self._dismiss(slot)
             if out_of_memory:
+                slot.enter("idle")
                 self._memory_short(slot, work, error)
             else:
+                self._dismiss(slot)
                 self._work_lost(slot, work, error, free=False)
         elif slot.phase == "loading":
             self._load_failed(slot, error)

@@ -50,6 +50,11 @@ def brackets(interval: Interval | None, form: Callable[[float | None], str] = po
     return f"[{form(interval.low)}, {form(interval.high)}]" if interval else ""
 
 
+def bounds(interval: Interval | None, form: Callable[[float | None], str] = points) -> str:
+    """Beside a figure, which may have none."""
+    return brackets(interval, form) or f"[{NOTHING}]"
+
+
 def share(value: float | None) -> str:
     return NOTHING if value is None or value != value else f"{100 * value:.1f}%"
 

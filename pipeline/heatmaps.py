@@ -12,7 +12,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from pipeline.breakdown import Grid, Panel
-from pipeline.figures import NOTHING, brackets, difference, full_name, points
+from pipeline.figures import NOTHING, bounds, difference, full_name, points
 from pipeline.plots import COLUMNS, INK, TIP, svg
 from pipeline.results import Board, TaskResult
 from pipeline.tables import ranked
@@ -77,7 +77,7 @@ def _task_words(name: str, board: Board, task: TaskResult) -> str:
     if task.estimate is None:
         return f"{name}, {task.task}: {task.state}, {task.scored} of {task.expected}"
     gap = _gap(board, task)
-    words = f"{name}, {task.task}: {points(task.estimate.value)} {brackets(task.estimate.interval)}"
+    words = f"{name}, {task.task}: {points(task.estimate.value)} {bounds(task.estimate.interval)}"
     return words if gap is None else f"{words}, {difference(gap)} to the full cache"
 
 

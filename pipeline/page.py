@@ -38,8 +38,8 @@ READING = (
     "is given only where every task is complete, else as the number of complete tasks.",
     "Brackets hold 95 % intervals with the tasks fixed: a bootstrap over prompts; over seeds and prompts where seeds "
     "share prompts; over seeds and then prompts where each seed has its own. Prompts about one document are taken "
-    "together. Where all or nearly all samples score 0, or 1, it is Wilson's interval. The tasks' errors combine to "
-    "the macro-average's as independent ones.",
+    "together; where a task has one document alone, there is no interval. Where all or nearly all samples score 0, or "
+    "1, it is Wilson's interval. The tasks' errors combine to the macro-average's as independent ones.",
     "Differences to the full cache are paired by sample. “Within noise” means that the interval of the difference "
     "holds 0, or that p is above 0.05. p-values are from sign-flip permutations and Holm-corrected over one table.",
     "KV shares are measured on the tensors held, against the full cache for the same tokens; workspace is what "

@@ -15,9 +15,9 @@ Prompts that ask about one document are resampled together, as one unit: their s
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import sqrt
 
 import numpy as np
@@ -28,7 +28,14 @@ RANDOM_SEED = 20_260_711
 SAME = 1e-12
 """Scores closer than this are equal: it absorbs the rounding of differences, no metric is that fine."""
 
+KEPT_BYTES = 2**28
+"""Of resampling counts that are kept for the next method."""
+AT_ONCE = 2**22
+"""Numbers that one step of the resampling holds."""
+
 Floats = NDArray[np.float64]
+Counts = NDArray[np.uint8]
+"""No item comes up 256 times among its like in any draw that will ever be made."""
 
 
 class StatisticsError(ValueError):
@@ -57,18 +64,17 @@ class Scores:
         method_seeds: ArrayLike = 0,
         documents: ArrayLike | None = None,
     ) -> Scores:
-        """Without ``documents``, and where all samples share one, each sample stands for itself."""
+        """Without ``documents`` each sample stands for itself."""
         scores = np.asarray(values, dtype=np.float64)
         if scores.ndim != 1 or not np.isfinite(scores).all():
             raise StatisticsError("scores must be a list of finite numbers; leave failed samples out")
         names = np.asarray(samples).astype(str)
-        units = names if documents is None else np.asarray(documents).astype(str)
         return cls(
             scores,
             names,
             np.broadcast_to(np.asarray(data_seeds, dtype=np.int64), scores.shape),
             np.broadcast_to(np.asarray(method_seeds, dtype=np.int64), scores.shape),
-            names if (units == units[:1]).all() else units,
+            names if documents is None else np.asarray(documents).astype(str),
         )
 
     def __len__(self) -> int:
@@ -107,6 +113,8 @@ class Block:
 @dataclass(frozen=True)
 class Partition:
     blocks: tuple[Block, ...]
+    one_document: bool = False
+    """Whether several prompts are all about one document: nothing tells how scores vary from one to the next."""
 
     @property
     def samples(self) -> int:
@@ -194,7 +202,7 @@ def partition(scores: Scores) -> Partition:
                 documents=np.unique(scores.documents[first][present], return_inverse=True)[1].ravel(),
             )
         )
-    return Partition(tuple(blocks))
+    return Partition(tuple(blocks), len(names) > 1 and len(np.unique(scores.documents)) == 1)
 
 
 def _linked(present: NDArray[np.bool_]) -> Iterator[list[int]]:
@@ -228,20 +236,44 @@ class _Pick:
 
     block: int
     draws: slice | NDArray[np.int64]
-    seeds: NDArray[np.float32]
-    units: NDArray[np.float32] = field(repr=False)
+    seeds: Counts
+    units: Counts = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.seeds.nbytes + self.units.nbytes + (0 if isinstance(self.draws, slice) else self.draws.nbytes)
 
     def weigh(self, values: Floats) -> Floats:
         """Sums of ``values [seeds, units]``, each as often as its seed and its unit were taken ``[draws]``."""
-        # einsum, not @: BLAS would wake its threads for products this small. Single precision is twice as fast, and
-        # exact enough for what is rounded to a tenth of a point.
-        by_seed = np.einsum("dn,sn->ds", self.units, values.astype(np.float32)).astype(np.float64)
-        return by_seed[:, 0] if len(values) == 1 else np.einsum("ds,ds->d", by_seed, self.seeds)
+        weighed, by_seed = values.astype(np.float32), np.empty((len(self.units), len(values)))
+        for rows in _steps(*self.units.shape):
+            # einsum, not @: BLAS would wake its threads for products this small. Single precision is twice as fast, and
+            # exact enough for what is rounded to a tenth of a point.
+            by_seed[rows] = np.einsum("dn,sn->ds", self.units[rows].astype(np.float32), weighed)
+        return by_seed[:, 0] if len(values) == 1 else np.einsum("ds,ds->d", by_seed, self.seeds.astype(np.float32))
 
 
-@lru_cache(maxsize=32)
+_Drawn = tuple[tuple[tuple[int, int], ...], str, int]
+_kept: OrderedDict[_Drawn, tuple[_Pick, ...]] = OrderedDict()
+
+
 def _picks(shapes: tuple[tuple[int, int], ...], stream: str, draws: int) -> tuple[_Pick, ...]:
-    """The resampling of a partition. Kept, since all methods of a task share its shape and so their replicates."""
+    """The resampling of a partition. Kept, since all methods of a task share its shape and so their replicates; those
+    used last, up to ``KEPT_BYTES``."""
+    drawn = shapes, stream, draws
+    picks = _kept.pop(drawn) if drawn in _kept else _draw(shapes, stream, draws)
+    if _bytes(picks) <= KEPT_BYTES:
+        _kept[drawn] = picks
+    while sum(map(_bytes, _kept.values())) > KEPT_BYTES:
+        _kept.popitem(last=False)
+    return picks
+
+
+def _bytes(picks: tuple[_Pick, ...]) -> int:
+    return sum(pick.nbytes for pick in picks)
+
+
+def _draw(shapes: tuple[tuple[int, int], ...], stream: str, draws: int) -> tuple[_Pick, ...]:
     generator = np.random.default_rng([RANDOM_SEED, zlib.crc32(stream.encode())])
     if len(shapes) == 1:
         seeds, units = shapes[0]
@@ -255,9 +287,18 @@ def _picks(shapes: tuple[tuple[int, int], ...], stream: str, draws: int) -> tupl
     return tuple(picks)
 
 
-def _counts(generator: np.random.Generator, draws: int, size: int) -> NDArray[np.float32]:
+def _counts(generator: np.random.Generator, draws: int, size: int) -> Counts:
     """How often each of ``size`` items comes up in ``size`` draws with replacement ``[draws, size]``."""
-    if size == 1:
-        return np.ones((draws, 1), dtype=np.float32)
-    taken = generator.integers(0, size, size=(draws, size)) + np.arange(draws)[:, None] * size
-    return np.bincount(taken.ravel(), minlength=draws * size).reshape(draws, size).astype(np.float32)
+    counts = np.ones((draws, size), dtype=np.uint8)
+    if size > 1:
+        for rows in _steps(draws, size):
+            some = rows.stop - rows.start
+            taken = generator.integers(0, size, size=(some, size)) + np.arange(some)[:, None] * size
+            counts[rows] = np.bincount(taken.ravel(), minlength=some * size).reshape(some, size)
+    return counts
+
+
+def _steps(rows: int, columns: int) -> Iterator[slice]:
+    """Rows of a table by as many as are worked on at once."""
+    many = max(AT_ONCE // max(columns, 1), 1)
+    return (slice(start, min(start + many, rows)) for start in range(0, rows, many))

@@ -13,7 +13,7 @@ from html import escape
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from pipeline.figures import brackets, difference, full_name, points, share
+from pipeline.figures import bounds, difference, full_name, points, share
 from pipeline.results import Board, Result
 from pipeline.stats import Comparison, Interval, Macro
 
@@ -131,7 +131,7 @@ def quality_against_time(board: Board, drawn: Mapping[str, Look], timing: str) -
                 taken, value, look.marker, color=look.colour, markersize=5 if look.colour != INK else 9,
                 markeredgewidth=0, gid=TIP,
             )  # fmt: skip
-            tips.append(f"{full_name(result)}: {points(result.macro.value)} {brackets(interval)}, {taken:.3g} s")
+            tips.append(f"{full_name(result)}: {points(result.macro.value)} {bounds(interval)}, {taken:.3g} s")
             axes.annotate(
                 result.configuration.budget, (taken, value), (4, 4), textcoords="offset points", fontsize=7, alpha=0.75
             )
@@ -230,7 +230,7 @@ def _curves(
                 ends = [100 * interval.low, 100 * interval.high]
                 axes.plot([at, at], ends, color=look.colour, linewidth=1, alpha=0.55, solid_capstyle="butt")
             axes.plot(at, value, look.marker, color=look.colour, markersize=4, markeredgewidth=0, gid=TIP)
-            tips.append(f"{full_name(result)}: {points(score(result)[0])} {brackets(interval)}, KV {share(held)}")
+            tips.append(f"{full_name(result)}: {points(score(result)[0])} {bounds(interval)}, KV {share(held)}")
     share_axis(axes, shares)
 
 
@@ -262,7 +262,7 @@ def _difference(axes: Axes, row: int, macro: Macro, look: Look) -> None:
 
 def _words(comparison: Comparison) -> str:
     macro = comparison.macro
-    return f"{difference(macro.value)} {brackets(macro.interval, difference)}, {comparison.verdict}"
+    return f"{difference(macro.value)} {bounds(macro.interval, difference)}, {comparison.verdict}"
 
 
 def svg(draw: Callable[[Figure, list[str]], None], inches: tuple[float, float], about: str) -> str:

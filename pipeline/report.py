@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import appendix, figures, render, tables
 from pipeline.breakdown import View, take_apart
+from pipeline.files import put_texts
 from pipeline.page import page
 from pipeline.provenance import Failure, Provenance, failures, provenance
 from pipeline.published_tables import AVERAGE, beside_published, published_table
@@ -107,8 +108,7 @@ class Report:
     def write(self, folder: Path) -> list[Path]:
         """``report.html``, ``table.md``, ``table.csv``, ``table.tex`` and ``leaderboard.json`` in ``folder``."""
         files = write_files(folder, self.html(), self.markdown(), self.csv(), self.latex())
-        (folder / "leaderboard.json").write_text(self.leaderboard(), encoding="utf-8")
-        return [*files, folder / "leaderboard.json"]
+        return files + put_texts(folder, {"leaderboard.json": self.leaderboard()})
 
 
 def _averages(table: Table) -> Table:
@@ -118,11 +118,7 @@ def _averages(table: Table) -> Table:
 
 
 def write_files(folder: Path, html: str, markdown: str, csv: str, latex: str) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = {"report.html": html, "table.md": markdown, "table.csv": csv, "table.tex": latex}
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in texts]
+    return put_texts(folder, {"report.html": html, "table.md": markdown, "table.csv": csv, "table.tex": latex})
 
 
 def build_report(rows: pd.DataFrame, cells: Sequence[Mapping[str, Any]], sweep: Mapping[str, Any]) -> Report:

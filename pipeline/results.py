@@ -170,6 +170,13 @@ class Board:
         """Size of the family that Holm's correction is over."""
         return sum(1 for result in self.results if result.against_full and result.against_full.p is not None)
 
+    @property
+    def one_document(self) -> list[str]:
+        """Tasks of which all prompts are about one document."""
+        estimates = [(name, task.estimate) for result in self.results for name, task in result.tasks.items()]
+        alone = {name for name, estimate in estimates if estimate and estimate.one_document}
+        return [task for task in self.tasks if task in alone]
+
 
 @dataclass(frozen=True)
 class Summary:

@@ -115,13 +115,19 @@ def _board_flags(board: Board) -> Iterator[Flag]:
             f"{task.task} {task.estimate.units}"
             for result in board.results
             for task in result.tasks.values()
-            if task.estimate and task.estimate.units < FEW_SAMPLES
+            if task.estimate and task.estimate.units < FEW_SAMPLES and not task.estimate.one_document
         }
     )
     if few:
         what = f"fewer than {FEW_SAMPLES} prompts, or documents that prompts share"
         text = f"{where}: {what}, so intervals are rough: {', '.join(few)}."
         yield Flag("note", "Few samples", text)
+    if alone := board.one_document:
+        text = (
+            f"{where}: all prompts are about one document, which says nothing of others, so there is no interval and "
+            f"no verdict: {', '.join(alone)}."
+        )
+        yield Flag("note", "One document", text)
 
 
 def _mixed_numerics(board: Board, where: str) -> Iterator[Flag]:

@@ -61,10 +61,9 @@ def show_end(finished: Finished) -> None:
     for part in finished.outcome.left_out:
         out.print(f"left out: {part.what}, {_count(part.pairs, 'row')}: {part.reason}", highlight=False)
     if finished.outcome.stopped:
-        out.print(
-            f"stopped: {finished.outcome.stopped}; what is finished is kept, run the same command to go on",
-            highlight=False,
-        )
+        kept, unwritten = "what is finished is kept", finished.outcome.unwritten
+        kept += f" but for {_count(unwritten, 'row')} that could not be written" if unwritten else ""
+        out.print(f"stopped: {finished.outcome.stopped}; {kept}, run the same command to go on", highlight=False)
     elif finished.failed:
         again = "run again with --retry-failed once the cause is mended"
         out.print(f"{_count(finished.failed, 'row')} failed: see the report; {again}", highlight=False)

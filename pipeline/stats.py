@@ -3,8 +3,8 @@
 Tasks are fixed: nothing is claimed about tasks that were not run. A macro-average is the unweighted mean of the task
 scores, and its squared error is the sum of the tasks' squared errors over T^2, taken on each side of the mean apart
 so that lopsided intervals stay lopsided (Zou and Donner 2008). Answers that are all right or all wrong, or nearly so,
-get Wilson's interval: the bootstrap would claim certainty. Two methods are compared on the same prompts only (Miller
-2024, arXiv 2411.00640).
+get Wilson's interval: the bootstrap would claim certainty. Prompts that are all about one document get none. Two
+methods are compared on the same prompts only (Miller 2024, arXiv 2411.00640).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Estimate:
     seeds: int
     units: int
     """What is resampled: prompts, or documents that several prompts share."""
+    one_document: bool = False
+    """Several prompts, all about one document: there is no interval."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Comparison:
         if self.macro.value is None:
             return "incomplete"
         if self.macro.interval is None:
-            return "too few samples"
+            return "too few documents" if any(task.one_document for task in self.tasks.values()) else "too few samples"
         p = self.p if self.p_holm is None else self.p_holm
         if self.macro.interval.holds(0.0) or (p is not None and p > 1 - CONFIDENCE):
             return "within noise"
@@ -233,14 +235,17 @@ def minimum_detectable_effect(samples: Sequence[int], spread: float = 0.4, power
 
 
 def _estimate(parts: Partition, stream: str, bounds: tuple[float, float]) -> Estimate:
-    if parts.constant or parts.units == 1:
+    interval: Interval | None
+    if parts.one_document:
+        interval = None
+    elif parts.constant or parts.units == 1:
         interval = _unvaried(parts, bounds)
     elif parts.seeds == 1 and _near_an_edge(parts, bounds):
         interval = wilson(parts.mean * parts.units, parts.units)
     else:
         interval = _bootstrap(parts, stream, bounds)
     seeds = between_seeds(list(parts.seed_means().values()))
-    return Estimate(parts.mean, interval, seeds, parts.samples, parts.seeds, parts.units)
+    return Estimate(parts.mean, interval, seeds, parts.samples, parts.seeds, parts.units, parts.one_document)
 
 
 def _near_an_edge(parts: Partition, bounds: tuple[float, float]) -> bool:

@@ -21,7 +21,7 @@ from pipeline.store import Store, newest_successful, reached
 
 COLUMNS = ("cell_id", "sample_id", "sample_index", "status", "finished_at", "attempt")
 LATELY_S = 120.0
-"""What the present rate is taken over."""
+"""What the present rate is taken over, or since the first row where that is less."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,16 @@ def read_status(store: Store) -> Status:
         failed=rows.num_rows - sum(held.values()),
         limit=manifest.get("limit"),
         newest=max(times, default=None),
-        rate=sum(moment > time.time() - LATELY_S for moment in times) / LATELY_S,
+        rate=_rate(times, time.time()),
         writer=named(writer) if writer else "",
         losses=tuple(store.losses()),
     )
+
+
+def _rate(times: list[float], now: float) -> float:
+    """Rows per second lately. The first second counts whole: one row, just in, tells no rate."""
+    span = min(LATELY_S, max(now - min(times, default=now), 1.0))
+    return sum(moment > now - LATELY_S for moment in times) / span
 
 
 def _pairs(rows: pa.Table) -> Iterator[tuple[str, int]]:

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 import typing
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -34,6 +33,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from pipeline.errors import SweepProblem
+from pipeline.files import put
 from pipeline.losses import Loss
 from workers.row import Row
 
@@ -47,6 +47,8 @@ MOST_ROWS = 4096
 """But no more rows than this are held for it."""
 RETRY_S = 5.0
 """How long storage that failed is left alone."""
+LOOK_S = 0.1
+"""How often the wait for it looks up."""
 PATIENCE_S = 300.0
 """How long writes may fail before the sweep does."""
 
@@ -109,22 +111,14 @@ class Folder:
             with self._filesystem.open_output_stream(final) as stream:
                 stream.write(content)
             return
+        if self.local is not None:
+            put(Path(final), content)
+            return
         self._filesystem.create_dir(final.rsplit("/", 1)[0], recursive=True)
         temporary = f"{final}.{uuid.uuid4().hex[:8]}.tmp"
-        if self.local is not None:
-            try:
-                with open(temporary, "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, final)
-            except OSError:
-                Path(temporary).unlink(missing_ok=True)  # on a full disk it would hold what little room there is
-                raise
-        else:
-            with self._filesystem.open_output_stream(temporary) as stream:
-                stream.write(content)
-            self._filesystem.move(temporary, final)
+        with self._filesystem.open_output_stream(temporary) as stream:
+            stream.write(content)
+        self._filesystem.move(temporary, final)
 
     def rename(self, name: str, new_name: str) -> None:
         self._filesystem.move(f"{self._base}/{name}", f"{self._base}/{new_name}")
@@ -187,10 +181,17 @@ class Store:
         if full or (due and now >= self._not_before):
             self._try_to_flush(PATIENCE_S)
 
-    def close(self, patience_s: float = PATIENCE_S) -> None:
-        """Write all that is left, trying for so long. Raises :class:`StorageLost`."""
-        while not self._try_to_flush(patience_s):
-            time.sleep(min(RETRY_S, patience_s))
+    def close(self, patience: Callable[[], float] = lambda: PATIENCE_S) -> None:
+        """Write all that is left, trying for so many seconds: asked again and again, since a signal may shorten them.
+        Raises :class:`StorageLost`."""
+        while not self._try_to_flush(patience()):
+            self._rest(patience)
+
+    def _rest(self, patience: Callable[[], float]) -> None:
+        """Until storage is to be tried again: sooner where that is the last try."""
+        began, failing_since = time.monotonic(), self._failing_since or 0.0
+        while (now := time.monotonic()) - began < RETRY_S and now - failing_since < patience():
+            time.sleep(LOOK_S)
 
     def _try_to_flush(self, patience_s: float) -> bool:
         """False if storage failed, and is to be tried again. Raises :class:`StorageLost` at the end of patience."""

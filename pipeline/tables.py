@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.figures import (
     NOTHING,
+    bounds,
     brackets,
     difference,
     full_name,
@@ -44,7 +45,8 @@ def main_table(board: Board) -> Table:
     ]
     rows = [Row(tuple(_main_cells(result, board, seeds)), result.configuration.budget) for result in ranked(board)]
     family = f" p-values are Holm-corrected over the {board.compared} comparisons here." if board.compared else ""
-    return Table(name(board.condition), tuple(columns), tuple(rows), protocol_words(board.condition) + family)
+    caption = f"{protocol_words(board.condition)}{family} {_no_interval(_macros(board), board.one_document)}"
+    return Table(name(board.condition), tuple(columns), tuple(rows), caption.strip())
 
 
 def papers_table(board: Board) -> Table:
@@ -114,7 +116,8 @@ def overview_table(board: Board) -> Table:
         for label in labels
     ]
     columns = (Column("Method", numeric=False), *(Column(budget) for budget in board.budgets))
-    return Table(name(board.condition), columns, tuple(rows))
+    levels = [result.macro for result in board.results]
+    return Table(name(board.condition), columns, tuple(rows), _no_interval(levels, board.one_document))
 
 
 def comparison_table(compared: Sequence[tuple[Result, Result, Comparison]], most_tasks: int | None = None) -> Table:
@@ -132,13 +135,16 @@ def comparison_table(compared: Sequence[tuple[Result, Result, Comparison]], most
         for task in tasks:
             estimate = comparison.tasks.get(task)
             cells.append(
-                Cell(difference(estimate.value), brackets(estimate.interval))
+                Cell(difference(estimate.value), bounds(estimate.interval, difference))
                 if estimate
                 else Cell(NOTHING, "", "muted")
             )
         rows.append(Row(tuple(cells)))
-    refusals = dict.fromkeys(comparison.refused for *_, comparison in compared if comparison.refused)
-    return Table("First minus second, paired by sample", tuple(columns), tuple(rows), " ".join(refusals))
+    words = dict.fromkeys(comparison.refused for *_, comparison in compared if comparison.refused)
+    estimates = [(task, one) for *_, comparison in compared for task, one in comparison.tasks.items()]
+    alone = dict.fromkeys(task for task, one in estimates if one.one_document)
+    words |= {_no_interval([comparison.macro for *_, comparison in compared], list(alone)): None}
+    return Table("First minus second, paired by sample", tuple(columns), tuple(rows), " ".join(filter(None, words)))
 
 
 def records(summary: Summary) -> list[dict[str, Any]]:
@@ -177,6 +183,21 @@ def _marks(scores: Mapping[int, float | None]) -> Iterator[tuple[int, Mark]]:
         yield from ((index, mark) for index, score in shown.items() if score == text)
 
 
+def _macros(board: Board) -> Iterator[Macro]:
+    for result in board.results:
+        yield result.macro
+        if result.against_full:
+            yield result.against_full.macro
+
+
+def _no_interval(macros: Iterable[Macro], one_document: Sequence[str]) -> str:
+    """What ``[–]`` means, where it stands."""
+    if all(macro.value is None or macro.interval for macro in macros):
+        return ""
+    why = f"all prompts of {', '.join(one_document)} are about one document" if one_document else "samples are too few"
+    return f"[{NOTHING}]: no interval, since {why}."
+
+
 def _main_cells(result: Result, board: Board, seeds: bool) -> Iterable[Cell]:
     yield Cell(result.label)
     yield Cell(result.configuration.budget)
@@ -208,7 +229,7 @@ def _task_cell(task: TaskResult) -> Cell:
 def _macro_cell(result: Result) -> Cell:
     if result.macro_refused:
         return Cell(result.macro_refused, tone="muted")
-    return Cell(points(result.macro.value), brackets(result.macro.interval), _tone(result.against_full))
+    return Cell(points(result.macro.value), bounds(result.macro.interval), _tone(result.against_full))
 
 
 def _comparison_cells(comparison: Comparison | None) -> list[Cell]:
@@ -224,7 +245,7 @@ def _comparison_cells(comparison: Comparison | None) -> list[Cell]:
 
 
 def _difference_cell(macro: Macro, tone: Tone) -> Cell:
-    return Cell(difference(macro.value), brackets(macro.interval, difference), tone)
+    return Cell(difference(macro.value), bounds(macro.interval, difference), tone)
 
 
 def _tone(comparison: Comparison | None) -> Tone:

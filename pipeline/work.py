@@ -105,11 +105,13 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. ``stopped`` says why it ended early; ``signal`` is the one that ended it."""
+    """How a run ended. ``stopped`` says why it ended early; ``signal`` is the one that ended it; ``unwritten`` counts
+    the finished rows that storage did not take."""
 
     left_out: tuple[LeftOut, ...]
     stopped: str = ""
     signal: int | None = None
+    unwritten: int = 0
 
 
 class Agenda:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from pipeline.show import show_end
 from pipeline.store import StorageLost
 from tasks.sample import Sample
 from tasks.sources import DataError
+from workers.job import ModelSpec
 from workers.samples import SampleRequest
 
 TESTS = Path(__file__).parent
@@ -252,6 +254,29 @@ def test_what_needs_the_device_to_itself_is_halved_until_it_fits(tmp_path: Path)
     assert [(loss.samples, loss.counted) for loss in opened.store.losses()] == [([5, 6, 7], False)]
 
 
+class Counted(StubWorker):
+    """Leaves a file for every load."""
+
+    def load(self, model: ModelSpec) -> dict[str, Any]:
+        (Path(os.environ["LOADS"]) / uuid.uuid4().hex).touch()
+        return super().load(model)
+
+
+@pytest.mark.parametrize(("behaviour", "loads"), [("large", 1), ("huge", 1), ("once", 2)])
+def test_only_a_process_that_died_loads_its_model_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str, loads: int
+) -> None:
+    folder = tmp_path / "loads"
+    folder.mkdir()
+    monkeypatch.setattr(pipeline.cluster.Request, "options", with_variables(LOADS=str(folder)))
+    options = RunOptions()
+    opened = open_sweep(write(tmp_path, samples=8, cluster={"samples_per_job": 8}), options)
+    run_sweep(opened, options, Counted, stub_worker.samples({5: behaviour}, marks=tmp_path))
+    assert statuses(opened) == {index: {"failed" if (behaviour, index) == ("huge", 5) else "ok"} for index in range(8)}
+    assert_nothing_was_run_twice(opened)
+    assert len(list(folder.iterdir())) == loads
+
+
 @pytest.mark.slow
 def test_what_fits_nowhere_is_recorded_pair_by_pair_without_its_neighbours(tmp_path: Path) -> None:
     opened, finished = drive(write(tmp_path, cluster={"samples_per_job": 4}), stub_worker.samples({1: "huge"}))
@@ -309,6 +334,7 @@ def test_a_signal_ends_the_wait_for_a_full_disk_and_the_rows_run_again(
         os.kill(os.getpid(), signum)
 
     with full_disk(opened, 120, monkeypatch, when_refused=lambda: threading.Timer(2.0, send).start()):
+        monkeypatch.setattr(pipeline.store, "RETRY_S", 60.0)
         finished = run_sweep(opened, options, StubWorker, stub_worker.samples())
     assert time.monotonic() - sent[0] < 2
     assert (finished.exit_code(True), finished.outcome.unwritten) == (code, 12)

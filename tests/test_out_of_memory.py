@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from tiny_model import save_tiny_model
 
 from kvcache.baselines.streaming_llm import StreamingLLM
+from kvcache.pool import FamilyPool
+from kvcache.prefill import Prefill
 from tasks.sample import Sample
 from workers.actor import Worker
 from workers.engine import Engine
@@ -67,6 +70,25 @@ def test_it_ends_the_job_wherever_it_comes(
         rows(worker)
     monkeypatch.undo()
     assert [row.status for row in rows(worker)] == ["ok"] * 4, "the actor is as good as before"
+
+
+def test_what_the_job_held_is_free_by_the_time_that_it_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*given: object, **named: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def held() -> int:
+        return sum(issubclass(type(one), (Engine, FamilyPool, Prefill)) for one in gc.get_objects())
+
+    before = held()
+    monkeypatch.setattr(Engine, "_forward", no_room)
+    gc.disable()
+    try:
+        with pytest.raises(OutOfMemory) as raised:
+            rows(worker)
+        assert held() == before
+    finally:
+        gc.enable()
+    assert raised.value.__cause__ is raised.value.__context__ is None
 
 
 def test_any_other_fault_is_the_samples_own(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -531,6 +532,34 @@ def test_samples_that_share_a_document_are_one_unit() -> None:
     assert (estimate.interval.how, estimate.samples, estimate.units) == ("bootstrap of documents", 20, 4)
 
 
+def test_a_task_about_one_document_has_no_interval_and_no_verdict() -> None:
+    alone = [json.dumps({"document": "d"})] * 20
+    cells = [make_cell(method, budget, "my task", 20) for method, budget in (("full", "100%"), ("snapkv", "10%"))]
+    scores = [1.0] * 20, [0.0, 1.0] * 10
+    parts = [(cell, make_rows(cell, own, sample_meta=alone)) for cell, own in zip(cells, scores, strict=True)]
+    report = report_of(*parts)
+    (board,) = report.summary.boards
+    note = "[–]: no interval, since all prompts of my task are about one document."
+    for table in (tables.main_table(board), tables.overview_table(board)):
+        assert note in table.caption
+    (full, snapkv) = tables.main_table(board).rows
+    titles = [column.title for column in tables.main_table(board).columns]
+    shown = dict(zip(titles, map(str, snapkv.cells), strict=True))
+    assert [shown[title] for title in ("Macro", "Δ full", "Verdict")] == ["50.0 [–]", "-50.0 [–]", "too few documents"]
+    assert str(full.cells[2]) == "100.0 [–]"
+    flag = next(flag for flag in report.flags if flag.title == "One document")
+    assert "my task" in flag.text
+    assert not any(flag.title == "Few samples" for flag in report.flags)
+    for text in (report.markdown(), report.html()):
+        assert "all prompts of my task are about one document" in text
+        assert "too few documents" in text
+    record = next(csv.DictReader(io.StringIO(report.csv())))
+    assert (record["macro"], record["macro_low"], record["task/my task_high"]) == ("100.0", "", "")
+    compared = compare(pd.concat([rows for _, rows in parts]), "snapkv@10%", "full")
+    assert "too few documents" in compared.markdown()
+    assert note in tables.comparison_table(compared.pairs).caption
+
+
 def test_documents_are_counted_near_an_edge_too() -> None:
     """One wrong answer of twenty in four documents says less than one of twenty prompts."""
     named = [json.dumps({"document": f"d{index // 5}"}) for index in range(20)]
@@ -552,6 +581,22 @@ def test_report_files_are_written(report: Report, tmp_path: Path) -> None:
     files = report.write(tmp_path / "report")
     assert [file.name for file in files] == ["report.html", "table.md", "table.csv", "table.tex", "leaderboard.json"]
     assert files[2].read_text(encoding="utf-8") == report.csv()
+
+
+def test_a_report_that_cannot_be_written_leaves_each_file_as_it_was(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [file.name for file in report.write(tmp_path)]
+    for name in names:
+        (tmp_path / name).write_text("earlier")
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        report.write(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(names, "earlier")
 
 
 def test_the_same_rows_in_any_order_give_the_same_report(output: Output, report: Report) -> None:

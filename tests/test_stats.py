@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pipeline.partition
 from pipeline import stats
 from pipeline.partition import Scores, StatisticsError, partition, replicates
 
@@ -112,6 +115,29 @@ def test_the_spread_of_the_nested_bootstrap_is_that_of_seeds_plus_that_within_th
     assert parts.design == "nested bootstrap"
 
 
+@pytest.mark.parametrize("scores", [plain(GRADED), crossed(np.tile(GRADED, (3, 1))), nested(np.eye(4, 30))])
+def test_replicates_are_the_same_by_whatever_steps_they_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, scores: Scores
+) -> None:
+    monkeypatch.setattr(pipeline.partition, "_kept", OrderedDict())
+    whole = replicates(partition(scores), "a")
+    assert np.array_equal(replicates(partition(scores), "a"), whole), "kept"
+    monkeypatch.setattr(pipeline.partition, "_kept", OrderedDict())
+    monkeypatch.setattr(pipeline.partition, "AT_ONCE", 999)
+    assert np.array_equal(replicates(partition(scores), "a"), whole)
+
+
+def test_resampling_counts_are_kept_up_to_a_limit_those_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: OrderedDict[Any, Any] = OrderedDict()
+    monkeypatch.setattr(pipeline.partition, "_kept", kept)
+    monkeypatch.setattr(pipeline.partition, "KEPT_BYTES", 2 * 41 * 1000)
+    for task in "abac":
+        replicates(partition(plain(GRADED)), task, draws=1000)
+    assert [stream for _, stream, _ in kept] == ["a", "c"]
+    replicates(partition(plain(GRADED * 10)), "large", draws=1000)
+    assert [stream for _, stream, _ in kept] == ["a", "c"], "one that is too large by itself drives out no others"
+
+
 def test_equal_seeds_of_a_deterministic_method_add_no_certainty() -> None:
     once = stats.task_score(plain(GRADED), "a").interval
     thrice = stats.task_score(crossed(np.tile(GRADED, (3, 1))), "a").interval
@@ -156,9 +182,31 @@ def test_the_questions_of_a_document_flip_together() -> None:
     assert stats.compare({"a": thrice}, {"a": zero}).p == once.p
 
 
-def test_one_document_for_all_is_no_cluster() -> None:
-    values = GRADED[:20]
-    assert stats.task_score(about(["shots"] * 20, values), "a") == stats.task_score(plain(values, "p"), "a")
+@pytest.mark.parametrize("values", [GRADED[:20], BINARY, [1.0] * 20, [0.0] * 19 + [1.0]])
+def test_one_document_for_all_tells_nothing_of_others(values: list[float]) -> None:
+    alone = stats.task_score(about(["d"] * 20, values), "a")
+    assert (alone.value, alone.interval, alone.one_document) == (approx(np.mean(values)), None, True)
+    assert stats.task_score(about(["d"] * 19 + ["e"], values), "a").interval is not None
+    assert stats.macro_of({"a": about(["d"] * 20, values), "b": plain(BINARY)})[1].interval is None
+
+
+def test_seeds_with_prompts_of_their_own_about_one_document_tell_no_more() -> None:
+    grid = nested(np.random.default_rng(2).random((3, 10)))
+    seeds = dataclasses.replace(grid, documents=np.full(30, "d"))
+    assert stats.task_score(grid, "a").interval is not None
+    assert stats.task_score(seeds, "a").interval is None
+
+
+def test_one_document_decides_nothing() -> None:
+    first, second = (about(["d"] * 20, values) for values in ([1.0] * 20, [0.0] * 20))
+    compared = stats.compare({"a": first}, {"a": second})
+    assert (compared.macro.value, compared.verdict, compared.p) == (1.0, "too few documents", 1.0)
+    both = stats.compare({"a": first, "b": plain([1.0] * 40)}, {"a": second, "b": plain([0.0] * 40)})
+    assert both.verdict == "too few documents"
+
+
+def test_one_sample_of_one_document_is_a_sample_like_any_other() -> None:
+    assert stats.task_score(about(["d"], [1.0]), "a").interval == stats.task_score(plain([1.0]), "a").interval
 
 
 def test_seeds_on_shared_documents_are_two_way_over_documents() -> None:

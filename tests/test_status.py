@@ -18,7 +18,7 @@ from pipeline.commands import RunOptions, open_sweep
 from pipeline.lease import FILE
 from pipeline.losses import Loss
 from pipeline.outputs import read_output, save_plan
-from pipeline.status import read_status
+from pipeline.status import _rate, read_status
 from pipeline.store import Store
 
 
@@ -60,9 +60,18 @@ def test_it_counts_what_the_report_counts(store: Store) -> None:
 def test_it_says_who_writes_how_fast_and_for_how_long_still(store: Store) -> None:
     hold(store)
     assert lines(store)[1] == (
-        "written by process 7 of ada on elsewhere, last seen 0 s ago, newest row 9 s ago, 0.05 rows/s, about 40 s left "
+        "written by process 7 of ada on elsewhere, last seen 0 s ago, newest row 9 s ago, 0.2 rows/s, about 10 s left "
         "at this rate"
     )
+
+
+def test_the_rate_is_of_the_last_two_minutes_or_of_all_time_since_the_first_row() -> None:
+    now = 10_000.0
+    assert _rate([now - moment for moment in (1, 2, 10)], now) == pytest.approx(3 / 10)
+    assert _rate([now - moment for moment in (1, 60, 119, 121, 900)], now) == pytest.approx(3 / 120)
+    assert _rate([now - 900], now) == 0.0
+    assert _rate([now], now) == 1.0
+    assert _rate([], now) == 0.0
 
 
 @pytest.mark.parametrize("changes", [None, {"renewed": time.time() - 600}], ids=["no driver", "a driver that died"])

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from workers.job import Job, ModelSpec
-from workers.memory import return_free_memory
+from workers.memory import OutOfMemory, leave_nothing_behind, return_free_memory
 from workers.provenance import provenance
 from workers.row import Row
 
@@ -38,18 +38,29 @@ class Worker:
         return {**self._provenance, "load_s": time.monotonic() - started, "pid": os.getpid()}
 
     def run(self, job: Job) -> Iterator[list[Row]]:
-        """The rows of a job, in lists of what is finished. A sample's own exception is a failed row already."""
+        """The rows of a job, in lists of what is finished. A sample's own exception is a failed row already.
+
+        Raises :class:`~workers.memory.OutOfMemory` once what the job held is free again: the model serves the next job.
+        """
         if job.timing is not None:
             from workers.timing import time_job as rows_of
         else:
             from workers.evaluate import run_job as rows_of
 
-        for rows in batches(rows_of(self._model, job), self._engine):
-            for row in rows:
-                row.job_id, row.attempt = job.job_id, job.attempt
-                for name, value in self._provenance.items():
-                    setattr(row, name, value)
-            yield rows
+        lacking = ""
+        try:
+            for rows in batches(rows_of(self._model, job), self._engine):
+                for row in rows:
+                    row.job_id, row.attempt = job.job_id, job.attempt
+                    for name, value in self._provenance.items():
+                        setattr(row, name, value)
+                yield rows
+        except OutOfMemory as error:
+            lacking = str(error)  # the words alone: the error's frames hold the caches that there was no room for
+        if lacking:
+            leave_nothing_behind(self._model.device)
+            self._model.meter.restart()
+            raise OutOfMemory(lacking)
         return_free_memory()
 
 

@@ -7,6 +7,7 @@ model began to load, so it counts what the operating system counts.
 from __future__ import annotations
 
 import ctypes
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,6 +134,16 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def leave_nothing_behind(device: torch.device) -> None:
+    """Free what only cycles still hold, and give back what allocators keep of it."""
+    gc.collect()
+    return_free_memory()
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def _reset_resident_peak() -> None:

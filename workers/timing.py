@@ -11,7 +11,6 @@ forwards and backwards by turns, so that a machine that gets slower meanwhile is
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import time
@@ -28,7 +27,7 @@ from workers.engine import Engine
 from workers.evaluate import failed_row, fill_memory, method_of, new_row
 from workers.fork import FAULTS, Fork, Generation, Prompt
 from workers.job import CellSpec, EngineSpec, Job
-from workers.memory import return_free_memory
+from workers.memory import leave_nothing_behind
 from workers.models import LoadedModel
 from workers.row import Row
 
@@ -119,7 +118,7 @@ class _Batch(Engine):
 def measure(model: LoadedModel, engine: EngineSpec, prompts: Sequence[Prompt]) -> Run:
     """Run one batch by itself, as far as it gets."""
     assert len(prompts) == engine.row_width
-    _leave_nothing_behind(model.device)
+    leave_nothing_behind(model.device)  # fragments of the run before could make this one run out of memory
     batch = _Batch(model, engine)
     model.meter.restart()
     start = model.elapsed(0.0)
@@ -129,14 +128,6 @@ def measure(model: LoadedModel, engine: EngineSpec, prompts: Sequence[Prompt]) -
         if generation.error:
             break
     return Run(tuple(generations), start, batch.first, batch.end, model.meter.peak_bytes())
-
-
-def _leave_nothing_behind(device: torch.device) -> None:
-    """Give back what allocators keep of the run before: its fragments could make this one run out of memory."""
-    gc.collect()
-    return_free_memory()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _prompts(job: Job, cell: CellSpec, words: list[int], name: str) -> list[Prompt]:
