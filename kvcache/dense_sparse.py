@@ -10,7 +10,6 @@ A token is all KV heads together: C = H_kv * d channels.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,18 +44,9 @@ class LayerTables:
     def key_half(self) -> Tensor:
         return (self.key_high - self.key_low) / 2
 
-    @cached_property
-    def key_points(self) -> Tensor:
-        return points_of_words(self.key_codebook)
-
-    @cached_property
-    def value_points(self) -> Tensor:
-        return points_of_words(self.value_codebook)
-
     @property
     def nbytes(self) -> int:
-        read_with = self.key_points.nbytes + self.value_points.nbytes
-        return sum(table.nbytes for table in self.named().values()) + read_with
+        return sum(table.nbytes for table in self.named().values())
 
 
 @dataclass(frozen=True)
@@ -107,13 +97,13 @@ def value_span(values: Tensor, tail: int) -> tuple[Span, Tensor]:
     return Span(((low + high) / 2).half(), ((high - low) / 2).clamp_min(0).half()), channel
 
 
-def read_keys(codes: Tensor, tables: LayerTables, outliers: Outliers, bits: int) -> Tensor:
-    """[..., C] fp32, before rotation"""
-    return _read(codes, tables.key_points, bits, tables.key_mid, tables.key_half, outliers)
+def read_keys(codes: Tensor, points: Tensor, tables: LayerTables, outliers: Outliers, bits: int) -> Tensor:
+    """[..., C] fp32, before rotation. ``points``: of :func:`points_of_words`, as for values"""
+    return _read(codes, points, bits, tables.key_mid, tables.key_half, outliers)
 
 
 def read_values(codes: Tensor, points: Tensor, span: Span, outliers: Outliers, bits: int) -> Tensor:
-    """[..., C] fp32. ``points``: of :func:`points_of_words`"""
+    """[..., C] fp32"""
     return _read(codes, points, bits, span.mid.float()[..., None], span.half.float()[..., None], outliers)
 
 

@@ -15,7 +15,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcache.dense_sparse import LayerTables, Outliers, Span, code_keys, code_values, read_keys, read_values
+from kvcache.dense_sparse import (
+    LayerTables,
+    Outliers,
+    Span,
+    code_keys,
+    code_values,
+    points_of_words,
+    read_keys,
+    read_values,
+)
 from kvcache.kernels.paged_attention import PagePartials, attend_pages, join_partials, merge_pages
 from kvcache.layered import LayeredPool, LayerStore, in_order
 from kvcache.layout import LayerLayout
@@ -127,28 +136,33 @@ class _CodedLayer(LayerStore):
 
     def attend(self, rows: Tensor, queries: Tensor, scale: float) -> Tensor:
         by_row = self.queries_by_row(rows, queries)
+        points = self._points()
         starts = range(0, self.codes.extent, PAGES_AT_ONCE)
-        parts = [self._attend_pages(slice(start, start + PAGES_AT_ONCE), by_row, scale) for start in starts]
+        parts = [self._attend_pages(slice(start, start + PAGES_AT_ONCE), points, by_row, scale) for start in starts]
         merged = merge_pages(join_partials(parts), self._owners, self._order, self.shape.rows * self.heads)
         return merged.output.unflatten(0, (-1, self.heads))[rows].flatten(1, 2)
 
-    def _attend_pages(self, some: slice, queries: Tensor, scale: float) -> PagePartials:
+    def _attend_pages(self, some: slice, points: tuple[Tensor, Tensor], queries: Tensor, scale: float) -> PagePartials:
         row, ordinal = self.codes["row"][some], self.codes["ordinal"][some]
         slots = ordinal[:, None] * PAGE + torch.arange(PAGE, device=row.device)
         held = (slots < self.tokens[row][:, None]) & self.codes.used[some, None]
-        keys, values = self._read(some)
+        keys, values = self._read(some, *points)
         of_pages = queries[row].flatten(0, 1)
         valid = held.repeat_interleave(self.heads, 0)
         return attend_pages(of_pages, keys.flatten(0, 1), values.flatten(0, 1), valid, scale)
 
-    def _read(self, pages: slice) -> tuple[Tensor, Tensor]:
+    def _points(self) -> tuple[Tensor, Tensor]:
+        """Of keys and of values: made for each step, since they are larger than all else that belongs to the model."""
+        return points_of_words(self.tables.key_codebook), points_of_words(self.tables.value_codebook)
+
+    def _read(self, pages: slice, key_points: Tensor, value_points: Tensor) -> tuple[Tensor, Tensor]:
         """What the codes say, rotated; the first tokens as they came. [p, H_kv, PAGE, d], [p, H_kv, PAGE, d_v] fp32"""
         part = {name: self.codes[name][pages] for name in ("key_codes", "value_codes", *SPARSE, *SPAN)}
         outer = Outliers(part["key_channel"], part["key_outlier"])
         extreme = Outliers(part["value_channel"], part["value_outlier"])
         span, bits, tables = Span(part["value_mid"], part["value_half"]), self.grid.bits, self.tables
-        plain = read_keys(part["key_codes"], tables, outer, bits)
-        values = read_values(part["value_codes"], tables.value_points, span, extreme, bits)
+        plain = read_keys(part["key_codes"], key_points, tables, outer, bits)
+        values = read_values(part["value_codes"], value_points, span, extreme, bits)
         plain, values = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (plain, values))
         row, ordinal = self.codes["row"][pages], self.codes["ordinal"][pages]
         cos, sin = self._rotary(ordinal)

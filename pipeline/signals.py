@@ -13,11 +13,15 @@ from contextlib import contextmanager
 
 TERMINATED = 128 + signal.SIGTERM
 
+_dropped: list[int] = []
+"""SIGTERM, where the exit that it raised may not have been heard: Python drops one raised in a callback of its own, as
+while it imports a module."""
+
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
     """SIGTERM and SIGINT received meanwhile. To be entered after ``ray.init``, which replaces handlers set before."""
-    received: list[int] = []
+    received = list(_dropped)
 
     def note(signum: int, frame: object) -> None:
         received.append(signum)
@@ -35,12 +39,16 @@ def exit_on_sigterm() -> Iterator[None]:
     """SIGTERM raises ``SystemExit``, so that leases are given back and the exit code tells."""
 
     def leave(signum: int, frame: object) -> None:
+        _dropped.append(signum)
         sys.exit(TERMINATED)
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
         yield
+        if _dropped:
+            sys.exit(TERMINATED)
     finally:
+        _dropped.clear()
         signal.signal(signal.SIGTERM, before)
 
 

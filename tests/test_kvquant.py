@@ -234,8 +234,7 @@ def test_codes_are_packed() -> None:
     assert codes["key_codes"].dtype == torch.uint8
     assert codes["key_codes"].shape[1:] == (PAGE, CHANNELS * 3 // 8)
     assert codes["key_channel"].shape[-1] == 2, "one at either end of 16 channels"
-    tables = sum(store.tables.nbytes for store in long.stores)
-    assert long.allocated_bytes() - tables < 0.42 * LAYOUT.full_bytes(2000)
+    assert long.allocated_bytes() < 0.42 * LAYOUT.full_bytes(2000)
 
 
 def test_outliers_are_read_as_they_were() -> None:
@@ -245,7 +244,7 @@ def test_outliers_are_read_as_they_were() -> None:
     pool = admitted(method, tokens, 40)
     assert isinstance(pool, NonUniformPool)
     for layer, (store, table) in enumerate(zip(pool.stores, method.tables(LAYOUT), strict=True)):
-        keys, values = (part[0, :, :40] for part in store._read(slice(0, 1)))
+        keys, values = (part[0, :, :40] for part in store._read(slice(0, 1), *store._points()))
         cos, sin = rotary(layer, torch.arange(40))
         plain, read = (unrotate(x, cos, sin).transpose(0, 1).flatten(1) for x in (tokens.keys[layer], keys))
         outside = (plain < table.key_low) | (plain > table.key_high)
