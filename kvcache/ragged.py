@@ -65,7 +65,7 @@ class LayerPages(LayerStore):
         owners = shape.rows * self.heads
         self.tail = torch.zeros(owners, dtype=torch.int64, device=shape.device)
         self.lengths = torch.zeros(owners, dtype=torch.int64, device=shape.device)
-        self.order = torch.zeros(0, dtype=torch.int64, device=shape.device)
+        self._order: Tensor | None = None
 
     def write(self, row: int, compressed: Compressed, layer: int) -> None:
         assert isinstance(compressed, RaggedCompressed)
@@ -120,7 +120,7 @@ class LayerPages(LayerStore):
         owners = self.by_head(self.tail.new_tensor([row]))
         self.arena.give_back(self._pages_of(owners))
         self.lengths[owners] = 0
-        self._reorder()
+        self._order = None
 
     def memory(self, row: int) -> MemoryBreakdown:
         """Tokens held; the unfilled rest of their pages is slack."""
@@ -144,11 +144,15 @@ class LayerPages(LayerStore):
         pages = self.arena.take(len(owners))
         self.arena["owner"][pages] = owners
         self.arena["ordinal"][pages] = ordinals
-        self._reorder()
+        self._order = None
         return pages
 
-    def _reorder(self) -> None:
-        """Used pages, owner by owner, each owner's in the order of its tokens."""
-        pages = self.arena.used.nonzero().flatten()
-        longest = int(self.arena["ordinal"].max()) + 1 if len(pages) else 1
-        self.order = pages[(self.arena["owner"][pages] * longest + self.arena["ordinal"][pages]).argsort()]
+    @property
+    def order(self) -> Tensor:
+        """Used pages, owner by owner, each owner's in the order of its tokens. Found when asked for: rows come and go
+        many at a time."""
+        if self._order is None:
+            pages = self.arena.used.nonzero().flatten()
+            longest = int(self.arena["ordinal"].max()) + 1 if len(pages) else 1
+            self._order = pages[(self.arena["owner"][pages] * longest + self.arena["ordinal"][pages]).argsort()]
+        return self._order

@@ -375,7 +375,13 @@ def test_projected_norms_equal_brute_force() -> None:
     for head in range(2):
         norms = [(values[head] @ projection[:, query_head].T).abs().sum(-1) for query_head in (2 * head, 2 * head + 1)]
         torch.testing.assert_close(found[head], sum(norms) / 2, rtol=1e-12, atol=1e-12)
-    assert projected_norms(values.bfloat16(), projection.bfloat16()).dtype == torch.float32
+    rounded, weights = values.bfloat16(), projection.bfloat16()
+    in_fp32 = projected_norms(rounded, weights)
+    assert in_fp32.dtype == torch.float32
+    exact = projected_norms(rounded.double(), weights.double())
+    torch.testing.assert_close(in_fp32.double(), exact, rtol=2e-6, atol=0, msg="only the order of sums may differ")
+    setting = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    assert setting not in ("bf16", "tf32"), "products of fp32 numbers stay as they were"
 
 
 @pytest.mark.parametrize("ada", [False, True], ids=["uniform", "adaptive"])
