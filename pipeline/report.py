@@ -44,6 +44,7 @@ class Report:
     def markdown(self) -> str:
         lines = [f"# {render.plain(str(self.sweep['name']))}", "", self.status() + ".", ""]
         lines += [f"* **{flag.title}.** {render.plain(flag.text)}" for flag in self.flags]
+        lines += [""] if self.flags else []
         parts = ["\n".join(lines), *(render.markdown(tables.main_table(board)) for board in self.summary.boards)]
         parts += [render.markdown(table) for table in self.published]
         for board in self.summary.boards:

@@ -290,6 +290,13 @@ def test_markdown_rows_have_as_many_cells_as_the_head(report: Report) -> None:
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
 
 
+def test_markdown_headings_stand_alone() -> None:
+    report = report_of(part("full", "100%"), part("snapkv", "10%", scores=[0.5]))
+    assert report.flags
+    lines = report.markdown().splitlines()
+    assert [lines[place - 1 : place] for place, line in enumerate(lines) if line.startswith("###")] == [[""]]
+
+
 def test_markdown_and_latex_escape_what_names_hold() -> None:
     report = report_of(part("snap_kv|x", "10%", "a&b_<i>"))
     assert r"snap\_kv\|x" in report.markdown()
