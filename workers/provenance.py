@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+ARITHMETIC = 2
+"""Of the engine's own prefill and attention: raised when they may give all rows other bits."""
 PACKAGES = ("kvsweep", "torch", "transformers", "ray", "mlflow")
 
 
@@ -33,6 +35,7 @@ def provenance(device: torch.device) -> dict[str, str]:
         name = _cpu_name()
         kernels = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         numerics = f"{name}, torch {torch.__version__}, {kernels}"
+    numerics += f", engine {ARITHMETIC}"
     return {
         "device": name,
         "node": socket.gethostname(),
