@@ -43,3 +43,5 @@ def pack_linears(model: Any) -> None:
         for name, child in parent.named_children():
             if type(child) is nn.Linear and child.weight is not embedding:
                 setattr(parent, name, PackedLinear(child, keeps_weight=name == READ_BY_METHODS))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # out of the mapped file, which would stay resident beside the copies
