@@ -22,6 +22,7 @@ from transformers import (
 
 from workers.job import ModelSpec
 from workers.models import LoadedModel, prepare
+from workers.packed import pack_linears
 
 SHAPE = {
     "vocab_size": 128,
@@ -156,4 +157,6 @@ def _loaded(config: Any, dtype: torch.dtype) -> LoadedModel:
             elif parameter.abs().sum() == 0:  # biases begin at zero
                 parameter.normal_(0, 0.5)
     name = str(dtype).removeprefix("torch.")
-    return prepare(ModelSpec("tiny", "memory", dtype=name), model.to(dtype), None)  # type: ignore[arg-type]
+    model = model.to(dtype)  # type: ignore[arg-type]
+    pack_linears(model)  # as models are when they are loaded
+    return prepare(ModelSpec("tiny", "memory", dtype=name), model, None)
