@@ -23,7 +23,7 @@ from kvcache.layered import LayeredPool, LayerStore
 from kvcache.layout import CacheLayout, LayerLayout
 from kvcache.pool import Compressed, MemoryBreakdown, PoolShape
 from kvcache.prefill import LayerPrefill, Prefill
-from kvcache.ragged import PAGE, LayerPages
+from kvcache.ragged import PAGE, Kept, LayerPages
 
 
 @dataclass
@@ -76,7 +76,7 @@ class _BoundedLayer(LayerStore):
     def write(self, row: int, compressed: Compressed, layer: int) -> None:
         assert isinstance(compressed, BoundedCompressed)
         content, kept, budget = compressed.prefill.layers[layer], compressed.kept[layer], compressed.budget
-        self.pages.lay(row, content.keys, content.values, kept)
+        self.pages.lay({row: Kept(content.keys, content.values, kept)})
         if self.sums:
             assert content.column_sums is not None
             received = content.column_sums.unflatten(0, (self.heads, -1)).mean(1)
@@ -152,7 +152,7 @@ class _BoundedLayer(LayerStore):
         ]
         self.pages.free(row)
         keys, values = (pad_sequence(held[name], batch_first=True) for name in ("keys", "values"))
-        self.pages.lay(row, keys, values, kept)
+        self.pages.lay({row: Kept(keys, values, kept)})
         if self.sums:
             self._write_sums(row, [own[head] for own, head in zip(held["received"], kept, strict=True)])
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import astuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +20,14 @@ class LayerStore(ABC):
         self.layout, self.shape = layout, shape
         self.heads, self.group = layout.kv_heads, layout.group
 
+    def write_rows(self, coming: Mapping[int, Compressed], layer: int) -> None:
+        """Copy what prompts leave in growing layer ``layer``."""
+        for row, compressed in coming.items():
+            self.write(row, compressed, layer)
+
     @abstractmethod
     def write(self, row: int, compressed: Compressed, layer: int) -> None:
-        """Copy what a prompt leaves in growing layer ``layer``."""
+        """The same for one row."""
 
     @abstractmethod
     def append(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -65,9 +69,9 @@ class LayeredPool(FamilyPool):
         super().__init__(shape)
         self.stores = stores
 
-    def _store(self, row: int, compressed: Compressed) -> None:
+    def _store(self, coming: Mapping[int, Compressed]) -> None:
         for layer, store in enumerate(self.stores):
-            store.write(row, compressed, layer)
+            store.write_rows(coming, layer)
 
     def _free(self, row: int) -> None:
         for store in self.stores:
@@ -90,7 +94,7 @@ class LayeredPool(FamilyPool):
         return output
 
     def memory(self, row: int) -> MemoryBreakdown:
-        of_layers = (astuple(store.memory(row)) for store in self.stores)
+        of_layers = (vars(store.memory(row)).values() for store in self.stores)
         return MemoryBreakdown(*map(sum, zip(*of_layers, strict=True)))
 
     def peak_held(self, row: int) -> int:

@@ -7,7 +7,7 @@ all they need per row; nothing is ever reduced over rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,13 +80,11 @@ class FamilyPool(ABC):
         self.rows = torch.zeros(0, dtype=torch.int64, device=shape.device)
         """The rows held here, ascending."""
 
-    def expect(self, coming: Sequence[Compressed]) -> None:  # noqa: B027
-        """Make room for these at once; admitting them one by one would copy the pool over and over."""
-
-    def admit(self, row: int, compressed: Compressed) -> None:
-        """Copy a row's cache in; the prefill may be freed afterwards."""
-        self._store(row, compressed)
-        self.rows = torch.cat([self.rows, self.rows.new_tensor([row])]).sort().values
+    def admit(self, coming: Mapping[int, Compressed]) -> None:
+        """Copy the caches of these rows in; their prefills may be freed afterwards. One by one they would cost more:
+        the pool grows once, and each layer is written once."""
+        self._store(coming)
+        self.rows = torch.cat([self.rows, self.rows.new_tensor(list(coming))]).sort().values
 
     def release(self, row: int) -> None:
         """Free everything the row holds."""
@@ -129,7 +127,7 @@ class FamilyPool(ABC):
         """Bytes of all tensors of the pool, free space included."""
 
     @abstractmethod
-    def _store(self, row: int, compressed: Compressed) -> None: ...
+    def _store(self, coming: Mapping[int, Compressed]) -> None: ...
 
     @abstractmethod
     def _free(self, row: int) -> None: ...

@@ -8,12 +8,11 @@ pages, appends to its last one and asks for another when that is full:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kvcache.kernels.paged_attention import attend_pages, merge_pages
 from kvcache.layered import LayeredPool, LayerStore
@@ -35,13 +34,17 @@ class RaggedPool(LayeredPool):
     """Pages of full-precision tokens."""
 
     def __init__(self, shape: PoolShape) -> None:
-        self._layers = [LayerPages(layer, shape) for layer in shape.layers]
-        super().__init__(shape, self._layers)
+        super().__init__(shape, [LayerPages(layer, shape) for layer in shape.layers])
 
-    def expect(self, coming: Sequence[Compressed]) -> None:
-        for index, pages in enumerate(self._layers):
-            heads = [head for one in coming if isinstance(one, RaggedCompressed) for head in one.kept[index]]
-            pages.arena.reserve(sum(-(-len(head) // PAGE) for head in heads))
+
+@dataclass(frozen=True)
+class Kept:
+    """What a row keeps of one layer: keys [H_kv, n, d], values [H_kv, n, d_v], and positions of every KV head,
+    ascending, [H_kv] of [k] int64."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Sequence[Tensor]
 
 
 class LayerPages(LayerStore):
@@ -67,28 +70,38 @@ class LayerPages(LayerStore):
         self.lengths = torch.zeros(owners, dtype=torch.int64, device=shape.device)
         self._order: Tensor | None = None
 
+    def write_rows(self, coming: Mapping[int, Compressed], layer: int) -> None:
+        self.lay({row: self.kept_of(compressed, layer) for row, compressed in coming.items()})
+
     def write(self, row: int, compressed: Compressed, layer: int) -> None:
+        self.write_rows({row: compressed}, layer)
+
+    def kept_of(self, compressed: Compressed, layer: int) -> Kept:
         assert isinstance(compressed, RaggedCompressed)
         content = compressed.prefill.layers[layer]
-        self.lay(row, content.keys, content.values, compressed.kept[layer])
+        return Kept(content.keys, content.values, compressed.kept[layer])
 
-    def lay(self, row: int, keys: Tensor, values: Tensor, kept: list[Tensor]) -> None:
-        """Copy the kept tokens of a prompt into pages of their own. keys [H_kv, n, d]"""
-        owners = self.by_head(self.tail.new_tensor([row]))
-        lengths = self.tail.new_tensor([len(positions) for positions in kept])
+    def lay(self, coming: Mapping[int, Kept]) -> None:
+        """Copy the kept tokens of rows into pages of their own."""
+        owners = self.by_head(self.tail.new_tensor(list(coming)))
+        heads = [positions for kept in coming.values() for positions in kept.positions]
+        lengths = self.tail.new_tensor([len(positions) for positions in heads])
         counts = -(-lengths // PAGE)
-        most = int(counts.max())
-        head, ordinal = (torch.arange(most, device=keys.device) < counts[:, None]).nonzero().unbind(1)
-        pages = self._take(owners[head], ordinal)
-        positions = self.tail.new_zeros(self.heads, most * PAGE)
-        padded = pad_sequence(kept, batch_first=True)
-        positions[:, : padded.shape[1]] = padded
-        source = positions.unflatten(1, (most, PAGE))[head, ordinal]
-        self.arena["keys"][pages] = keys[head[:, None], source]
-        self.arena["values"][pages] = values[head[:, None], source]
+        owner, ordinal = _enumerated(counts)
+        pages = self._take(owners[owner], ordinal)
+        of_token, place = _enumerated(lengths)
+        slots = pages[(counts.cumsum(0) - counts)[of_token] + place // PAGE] * PAGE + place % PAGE
+        first = 0
+        for kept in coming.values():
+            tokens = torch.cat(list(kept.positions))
+            into = slots[first : first + len(tokens)]
+            head = of_token[first : first + len(tokens)] % self.heads
+            for name, source in (("keys", kept.keys), ("values", kept.values)):
+                self.arena[name].flatten(0, 1)[into] = source[head, tokens]
+            first += len(tokens)
         self.lengths[owners] = lengths
-        last = ordinal == counts[head] - 1
-        self.tail[owners[head[last]]] = pages[last]
+        last = ordinal == counts[owner] - 1
+        self.tail[owners[owner[last]]] = pages[last]
 
     def append(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """One token per row. keys [r, H_kv, d]"""
@@ -133,9 +146,9 @@ class LayerPages(LayerStore):
 
     def row_bytes(self, row: int) -> tuple[int, int]:
         """Bytes of the row's tokens, and of the pages it owns."""
-        owners = self.by_head(self.tail.new_tensor([row]))
+        lengths = self.lengths[row * self.heads : (row + 1) * self.heads].tolist()
         token = sum(self.arena[name].shape[-1] * self.arena[name].itemsize for name in ("keys", "values"))
-        return int(self.lengths[owners].sum()) * token, len(self._pages_of(owners)) * PAGE * token
+        return sum(lengths) * token, sum(-(-length // PAGE) for length in lengths) * PAGE * token
 
     def _pages_of(self, owners: Tensor) -> Tensor:
         return (torch.isin(self.arena["owner"], owners) & self.arena.used).nonzero().flatten()
@@ -156,3 +169,9 @@ class LayerPages(LayerStore):
             longest = int(self.arena["ordinal"].max()) + 1 if len(pages) else 1
             self._order = pages[(self.arena["owner"][pages] * longest + self.arena["ordinal"][pages]).argsort()]
         return self._order
+
+
+def _enumerated(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Every thing of all owners in turn: whose it is, and which of that owner's. [o] -> [sum], [sum]"""
+    owner = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    return owner, torch.arange(len(owner), device=counts.device) - (counts.cumsum(0) - counts)[owner]

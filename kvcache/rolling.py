@@ -11,7 +11,7 @@ e positions more, and every distance is the one inside the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from kvcache.kernels.paged_attention import attend_pages, join_partials, merge_p
 from kvcache.layered import LayeredPool
 from kvcache.layout import LayerLayout
 from kvcache.pool import Compressed, MemoryBreakdown, PoolShape
-from kvcache.ragged import PAGE, LayerPages
+from kvcache.ragged import PAGE, Kept, LayerPages
 from kvcache.rotary import rotate
 
 
@@ -40,11 +40,6 @@ class RollingPool(LayeredPool):
         self._layers = [_RollingPages(layer, shape, sinks) for layer in shape.layers]
         super().__init__(shape, self._layers)
 
-    def expect(self, coming: Sequence[Compressed]) -> None:
-        held = [_recent(one, self.sinks) for one in coming if isinstance(one, RollingCompressed)]
-        for pages in self._layers:
-            pages.arena.reserve(sum(-(-count // PAGE) for count in held) * pages.heads)
-
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
     ) -> Tensor:
@@ -59,11 +54,6 @@ class RollingPool(LayeredPool):
             moved = pages.moved_sinks(*self.shape.rotary(layer, gone))
             output[real, :, token] = pages.attend_all(rows, queries[real, :, token], moved, scale)
         return output
-
-
-def _recent(compressed: RollingCompressed, sinks: int) -> int:
-    """Tokens of the prompt that stay beside the sinks."""
-    return min(compressed.capacity, compressed.prefill.tokens) - sinks
 
 
 class _RollingPages(LayerPages):
@@ -82,14 +72,22 @@ class _RollingPages(LayerPages):
         """Of one row."""
         return self.sink_keys[: self.heads].nbytes + self.sink_values[: self.heads].nbytes
 
-    def write(self, row: int, compressed: Compressed, layer: int) -> None:
+    def write_rows(self, coming: Mapping[int, Compressed], layer: int) -> None:
+        super().write_rows(coming, layer)
+        sinks = self.sink_keys.shape[1]
+        for row, compressed in coming.items():
+            assert isinstance(compressed, RollingCompressed)
+            content, owners = compressed.prefill.layers[layer], self.by_head(self.tail.new_tensor([row]))
+            self.sink_keys[owners], self.sink_values[owners] = content.keys[:, :sinks], content.values[:, :sinks]
+            self.ring[owners], self.written[owners] = compressed.capacity - sinks, self.lengths[owners]
+
+    def kept_of(self, compressed: Compressed, layer: int) -> Kept:
+        """The most recent tokens that fit beside the sinks."""
         assert isinstance(compressed, RollingCompressed)
         content, tokens = compressed.prefill.layers[layer], compressed.prefill.tokens
-        owners, sinks = self.by_head(self.tail.new_tensor([row])), self.sink_keys.shape[1]
-        self.sink_keys[owners], self.sink_values[owners] = content.keys[:, :sinks], content.values[:, :sinks]
-        kept = torch.arange(tokens - _recent(compressed, sinks), tokens, device=owners.device)
-        self.lay(row, content.keys, content.values, [kept] * self.heads)
-        self.ring[owners], self.written[owners] = compressed.capacity - sinks, self.lengths[owners]
+        recent = min(compressed.capacity, tokens) - self.sink_keys.shape[1]
+        positions = torch.arange(tokens - recent, tokens, device=self.tail.device)
+        return Kept(content.keys, content.values, [positions] * self.heads)
 
     def memory(self, row: int) -> MemoryBreakdown:
         recent = super().memory(row)

@@ -269,8 +269,7 @@ def _costs(model: LoadedModel, prefill: Prefill, method: Method, budget: Budget,
     compressed = method.compress(prefill, room, examined)
     choose = model.elapsed(began)
     began = time.perf_counter()
-    pool.expect([compressed])
-    pool.admit(0, compressed)
+    pool.admit({0: compressed})
     return Costs(observe, choose, model.elapsed(began))
 
 

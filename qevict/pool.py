@@ -6,7 +6,7 @@ Every step attends to both tiers, and what windows receive ranks them at the nex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from qevict.window_scores import key_norms
 if TYPE_CHECKING:
     from qevict.method import QEvict
 
+WRITTEN_AT_ONCE = 2**22
+"""Elements of a prompt's keys, of some layers, whose windows are written together: bounds what admission needs."""
 PAGES_AT_ONCE = 64
 """Ledger pages whose keys are dequantised at a time, where no copy is kept: bounds what a step needs."""
 
@@ -91,11 +93,14 @@ class TieredPool(FamilyPool):
 
     # -- a row comes and goes ------------------------------------------------------------------------------------------
 
-    def expect(self, coming: Sequence[Compressed]) -> None:
-        self.tiers.reserve([self._slots_of(one) for one in coming if isinstance(one, TieredCompressed)])
+    def _store(self, coming: Mapping[int, Compressed]) -> None:
+        self.tiers.reserve([self._slots_of(one) for one in coming.values() if isinstance(one, TieredCompressed)])
+        for row, compressed in coming.items():
+            assert isinstance(compressed, TieredCompressed)
+            self._store_row(row, compressed)
+        self._arrange()
 
-    def _store(self, row: int, compressed: Compressed) -> None:
-        assert isinstance(compressed, TieredCompressed)
+    def _store_row(self, row: int, compressed: TieredCompressed) -> None:
         prefill, method = compressed.prefill, compressed.method
         self.tiers.extend_rotary(compressed.budget.prompt_tokens + compressed.budget.new_tokens)
         slots = self.tiers.take(*self._slots_of(compressed))
@@ -118,7 +123,6 @@ class TieredPool(FamilyPool):
         self._first_assignment(row, compressed)
         if (prefill.tokens - self.sinks) % self.window == 0:
             self._open_window(row, prefill.tokens, self._every_layer)
-        self._arrange()
 
     def _first_assignment(self, row: int, compressed: TieredCompressed) -> None:
         """Every window of the prompt gets its tier; recent ones, the incomplete last one included, stay full, and so
@@ -128,9 +132,11 @@ class TieredPool(FamilyPool):
         candidate = windows < (self._boundary(row, held.prompt_tokens) if held.is_due(held.prompt_tokens) else 0)
         tiers = assign_tiers(scores, windows, candidate, torch.zeros_like(candidate), held.room)
         held.evicted = (tiers == EVICTED).sum()
-        for index, layer in enumerate(compressed.prefill.layers):
-            last = self.tiers.write_prompt(held, index, layer, tiers[index], scores[index])
-            self._point_tail(row, slice(index, index + 1), last)
+        at_once = max(1, WRITTEN_AT_ONCE // compressed.prefill.layers[0].keys.numel())
+        for first in range(0, self.layers, at_once):
+            some = slice(first, min(first + at_once, self.layers))
+            last = self.tiers.write_prompt(held, compressed.prefill.layers[some], first, tiers[some], scores[some])
+            self._point_tail(row, some, last)
         if held.is_due(held.prompt_tokens):
             self._decay(held, self._every_layer)
 

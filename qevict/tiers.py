@@ -17,6 +17,7 @@ That working copy is memory besides the cache, and counted: kernels that read co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,23 +137,32 @@ class Tiers:
                 self.full["fill"][where] = last - first
                 self.full.occupy(where, torch.full_like(page, SINK), 0.0)
 
-    def write_prompt(self, row: RowSlots, index: int, layer: LayerPrefill, tiers: Tensor, scores: Tensor) -> Tensor:
-        """Windows of one layer into their tiers, UNTOUCHED ones into full precision; the slot of the last. tiers [W]"""
-        kept = ((tiers == FULL) | (tiers == UNTOUCHED)).nonzero().flatten()
-        first = -(-self.sinks // self.window)
-        slots = torch.arange(first, first + len(kept), device=kept.device)
-        where = self.full.at(row.full_pages, index, slots)
-        left = layer.keys.shape[1] - self.sinks - kept * self.window
-        self._write_full(where, *self._of_prompt(layer, kept), left.clamp(max=self.window), kept, scores[kept])
-        demoted = (tiers == QUANTIZED).nonzero().flatten()
-        records = torch.full_like(demoted, index), torch.arange(len(demoted), device=kept.device)
-        self._write_codes(row, *records, *self._of_prompt(layer, demoted), demoted, scores[demoted])
-        return slots[-1:]
+    def write_prompt(
+        self, row: RowSlots, layers: Sequence[LayerPrefill], first: int, tiers: Tensor, scores: Tensor
+    ) -> Tensor:
+        """Windows of some layers, ``first`` and those that follow it, into their tiers, UNTOUCHED ones into full
+        precision; the slot of each layer's last. tiers, scores [l, W] -> [l]"""
+        kept, sink_slots = (tiers == FULL) | (tiers == UNTOUCHED), -(-self.sinks // self.window)
+        layer, windows = kept.nonzero().unbind(1)
+        slots = sink_slots + (kept.cumsum(1) - 1)[layer, windows]
+        where = self.full.at(row.full_pages, layer + first, slots)
+        left = layers[0].keys.shape[1] - self.sinks - windows * self.window
+        self._write_full(where, *self._of_prompt(layers, kept), left.clamp(max=self.window), windows, scores[kept])
+        demoted = tiers == QUANTIZED
+        layer, windows = demoted.nonzero().unbind(1)
+        slots = (demoted.cumsum(1) - 1)[layer, windows]
+        self._write_codes(row, layer + first, slots, *self._of_prompt(layers, demoted), windows, scores[demoted])
+        return sink_slots + kept.sum(1) - 1
 
-    def _of_prompt(self, layer: LayerPrefill, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of windows; past the prompt's end its last token is repeated. [K, H_kv, Ω, d] each"""
-        positions = self.positions(windows).clamp(max=layer.keys.shape[1] - 1)
-        return layer.keys[:, positions].transpose(0, 1), layer.values[:, positions].transpose(0, 1)
+    def _of_prompt(self, layers: Sequence[LayerPrefill], chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the windows ``chosen`` [l, W], layer by layer; past the prompt's end its last token is
+        repeated. [K, H_kv, Ω, d] each"""
+        keys, values = [], []
+        for layer, windows in zip(layers, chosen, strict=True):
+            positions = self.positions(windows.nonzero().flatten()).clamp(max=layer.keys.shape[1] - 1)
+            keys.append(layer.keys[:, positions].transpose(0, 1))
+            values.append(layer.values[:, positions].transpose(0, 1))
+        return torch.cat(keys), torch.cat(values)
 
     def _write_full(
         self, where: Where, keys: Tensor, values: Tensor, fill: Tensor, windows: Tensor, scores: Tensor

@@ -44,7 +44,7 @@ def pool_of(method: QEvict, lengths: tuple[int, ...]) -> TieredPool:
         budget = Budget.parse("45%").resolve(tokens, NEW, "prompt+max_new", LAYOUT)
         compressed = method.compress(prefill, budget, method.examine([prefill], ["0"])[0])
         assert isinstance(compressed, TieredCompressed)
-        pool.admit(row, compressed)
+        pool.admit({row: compressed})
     return pool
 
 

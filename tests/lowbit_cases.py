@@ -66,7 +66,7 @@ def admit(method: Method, tokens: Tokens, count: int, row: int = 1, pool: Family
             layer.probes[share] = queries[:, positions]
     budget = Budget.parse("unlimited").resolve(count, 1000, "prompt", LAYOUT)
     pool = method.new_pool(shape()) if pool is None else pool
-    pool.admit(row, method.compress(prefill, budget, method.examine([prefill], ["0"])[0]))
+    pool.admit({row: method.compress(prefill, budget, method.examine([prefill], ["0"])[0])})
     return pool
 
 

@@ -68,7 +68,7 @@ def compress(method: QEvict, prefill: Prefill, budget: str, new: int) -> TieredC
 def pool_of(compressed: TieredCompressed, row: int = 1, dtype: torch.dtype = torch.float32) -> TieredPool:
     pool = compressed.method.new_pool(shape(dtype))
     assert isinstance(pool, TieredPool)
-    pool.admit(row, compressed)
+    pool.admit({row: compressed})
     return pool
 
 

@@ -109,7 +109,7 @@ def admitted(method: Method, tokens: Tokens, count: int, budget: str, row: int =
     assert bounded.impossible(resolved(count, budget), LAYOUT) is None
     pool = bounded.new_pool(shape()) if pool is None else pool
     (examined,) = bounded.examine([prefill], ["0"])
-    pool.admit(row, bounded.compress(prefill, resolved(count, budget), examined))
+    pool.admit({row: bounded.compress(prefill, resolved(count, budget), examined)})
     return pool
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcache.kernels.column_sums import add_column_sums
+from kvcache.kernels.column_sums import _in_three, add_column_sums
 from kvcache.kernels.paged_attention import attend_pages, merge_pages
 from kvcache.layout import LayerLayout
 from kvcache.sliding import SlidingRing
@@ -68,6 +68,27 @@ def test_column_sums_equal_dense_attention(chunks: list[int]) -> None:
     torch.testing.assert_close(sums.sum(1), torch.full((6,), 130.0))
 
 
+@pytest.mark.parametrize("chunks", [[130], [64, 66], [1, 128, 1]], ids=str)
+@pytest.mark.parametrize("size", [1, 20], ids=["flat", "peaked"])
+def test_column_sums_of_bf16_prefill_equal_dense_attention(chunks: list[int], size: int) -> None:
+    """With the log-sum-exps that prefill's own attention gives, as in a sweep. Peaked, some tokens receive next to
+    nothing, and that is right too."""
+    queries, keys = torch.randn(6, 130, 16) * size, torch.randn(2, 130, 16)
+    queries, keys = queries.bfloat16(), keys.bfloat16()
+    sums, start = torch.zeros(6, 130), 0
+    for chunk in chunks:
+        asked, seen = queries[:, start : start + chunk], keys[:, : start + chunk]
+        _, log_sums = causal_attention(asked[None], seen[None], seen[None], SCALE, None)
+        add_column_sums(sums, asked, seen, start, SCALE, log_sums[0])
+        start += chunk
+    torch.testing.assert_close(sums.double(), dense(queries, keys, 0).sum(1), rtol=3e-4, atol=1e-30)
+
+
+def test_three_numbers_hold_what_one_wider_one_does() -> None:
+    numbers = torch.cat([torch.randn(1000) * 10.0 ** torch.randint(-3, 4, (1000,)), torch.zeros(1)])
+    assert torch.equal(_in_three(numbers).double().sum(-1), numbers.double())
+
+
 @pytest.mark.parametrize(("window", "tokens"), [(1, 5), (8, 8), (8, 40)])
 def test_window_attention_equals_dense_attention(window: int, tokens: int) -> None:
     queries, keys = torch.randn(3, window, 8), torch.randn(tokens, 8)
@@ -86,8 +107,15 @@ def test_prefill_attention_is_causal_and_slides(window: int | None, new: int, vi
         weights = weights.masked_fill(gone, 0)
         weights = weights / weights.sum(-1, keepdim=True)
     expected = weights @ values[0].repeat_interleave(2, 0).double()
-    found = causal_attention(queries, keys, values, SCALE, window)
+    found, log_sums = causal_attention(queries, keys, values, SCALE, window)
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-4, atol=1e-5)
+    if window is None:
+        scores = queries[0].double() @ keys[0].repeat_interleave(2, 0).double().transpose(1, 2) * SCALE
+        unseen = torch.arange(visible) > torch.arange(visible - new, visible)[:, None]
+        expected_sums = scores.masked_fill(unseen, -torch.inf).logsumexp(-1)
+        torch.testing.assert_close(log_sums[0].double(), expected_sums, rtol=1e-5, atol=1e-5)
+    else:
+        assert log_sums is None
 
 
 def test_a_ring_slides_like_dense_attention() -> None:

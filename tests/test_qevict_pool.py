@@ -179,7 +179,7 @@ def test_a_rows_neighbours_change_nothing() -> None:
     crowded, _, _ = admitted(method, tokens, "50%", 30, seed=11, row=2)
     other = prompt(140, 77)
     for row in (0, 3):
-        crowded.admit(row, compress(method, other, "80%", 30))
+        crowded.admit({row: compress(method, other, "80%", 30)})
     for token in range(30):
         expected = feed(alone, token, tokens + token, seed=11)
         rows = crowded.rows.tolist()

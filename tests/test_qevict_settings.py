@@ -431,7 +431,7 @@ def test_a_prompts_ranks_do_not_depend_on_its_row_number() -> None:
     fresh = pool_of(compress(method, prompt(140, 1), "40%", 60), row=2)
     used = pool_of(compress(method, prompt(90, 2), "90%", 60), row=0)
     assert isinstance(used, TieredPool)
-    used.admit(2, compress(method, prompt(140, 1), "40%", 60))
+    used.admit({2: compress(method, prompt(140, 1), "40%", 60)})
     used.release(0)
     for token in range(60):
         for one, other in zip(feed(fresh, token, 140 + token, 1, 2), feed(used, token, 140 + token, 1, 2), strict=True):

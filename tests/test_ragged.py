@@ -55,7 +55,7 @@ def test_attention_over_the_kept_set_is_masked_attention(data: st.DataObject) ->
             [sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1))) for _ in range(KV_HEADS)]
             for _ in LAYOUT.layers
         ]
-        held.admit(row, RaggedCompressed(source, [[torch.tensor(head) for head in layer] for layer in kept]))
+        held.admit({row: RaggedCompressed(source, [[torch.tensor(head) for head in layer] for layer in kept])})
         sources[row] = source, kept
     for step in range(data.draw(st.integers(1, 70))):
         rows = held.rows.tolist()
@@ -91,9 +91,9 @@ def test_what_a_row_leaves_behind_reaches_no_other() -> None:
     for layer in broken.layers:
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.inf)
-    held.admit(2, RaggedCompressed(broken, [[torch.arange(200)] * KV_HEADS] * 2))
+    held.admit({2: RaggedCompressed(broken, [[torch.arange(200)] * KV_HEADS] * 2)})
     held.release(2)
-    held.admit(1, RaggedCompressed(source, [[torch.arange(64)] * KV_HEADS] * 2))
+    held.admit({1: RaggedCompressed(source, [[torch.arange(64)] * KV_HEADS] * 2)})
     query, key, value = (torch.randn(1, heads, 1, DIM) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS))
     found = held.attend(0, query, key, value, torch.tensor([[64]]), torch.tensor([1]), SCALE)
     assert found.isfinite().all()
@@ -112,7 +112,7 @@ def test_several_tokens_at_once_equal_one_by_one() -> None:
     everything = [[torch.arange(100)] * KV_HEADS] * 2
     one_by_one, at_once = pool(), pool()
     for held in (one_by_one, at_once):
-        held.admit(1, RaggedCompressed(source, everything))
+        held.admit({1: RaggedCompressed(source, everything)})
     queries, keys, values = (torch.randn(1, heads, 40, DIM) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS))
     positions = torch.arange(100, 140)[None]
     together = at_once.attend(0, queries, keys, values, positions, torch.tensor([37]), SCALE)

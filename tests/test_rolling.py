@@ -69,7 +69,7 @@ def test_attention_is_that_of_positions_inside_the_cache(data: st.DataObject) ->
         plain = [layer.keys for layer in source.layers]
         for index, layer in enumerate(source.layers):
             layer.keys = rotate(layer.keys, *rotary(index, positions))
-        held.admit(row, RollingCompressed(source, capacity))
+        held.admit({row: RollingCompressed(source, capacity)})
         for index, layer in enumerate(source.layers):
             published[row, index] = PublishedCache(plain[index], layer.values, sinks, capacity)
         assert held.memory(row).held == 3 * 2 * 2 * DIM * 4 * min(tokens[row], capacity)

@@ -130,7 +130,8 @@ class PrefillStep(Step):
             output, log_sums = flash_attention(*seen)
             self._log_sums = log_sums[0]
         else:
-            output, self._log_sums = causal_attention(*seen), None
+            output, known = causal_attention(*seen)
+            self._log_sums = None if known is None else known[0]
         if layout.kind == "growing":
             self._observe(layer, queries[0], visible_keys, scale)
         return output

@@ -116,7 +116,7 @@ class _Observe(Step):
             if keys.requires_grad:
                 keys.retain_grad()
                 values.retain_grad()
-        return causal_attention(queries, keys, values, scale, self.layout.layers[layer].window)
+        return causal_attention(queries, keys, values, scale, self.layout.layers[layer].window)[0]
 
 
 def _read(model: LoadedModel, trace: Trace, sinks: int, gradients: bool) -> Iterator[tuple[int, Seen]]:

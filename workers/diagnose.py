@@ -201,7 +201,7 @@ def _admit(
         assert isinstance(pool, TieredPool)
         pools[method.family] = pool
     examined = method.examine([prefill], ["0"])[0]
-    pools[method.family].admit(row, method.compress(prefill, budget, examined))
+    pools[method.family].admit({row: method.compress(prefill, budget, examined)})
     return room
 
 
@@ -244,7 +244,7 @@ class _FullStep(Step):
         keys, values = (torch.cat([old[None], new], 2) for old, new in zip(past, (keys, values), strict=True))
         if layer in self._growing:
             self._observe(self._growing[layer], causal_weights(queries[0], keys[0], scale))
-        return causal_attention(queries, keys, values, scale, window)
+        return causal_attention(queries, keys, values, scale, window)[0]
 
 
 def causal_weights(queries: Tensor, keys: Tensor, scale: float) -> Tensor:

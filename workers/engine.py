@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvcache.method import Method
-from kvcache.pool import FamilyPool, PoolShape
+from kvcache.pool import Compressed, FamilyPool, PoolShape
 from workers.attention import Step
 from workers.fork import Generation, Prompt, PromptForks, Ready
 from workers.job import PREFILLED_BYTES, PROMPTS_AT_ONCE, EngineSpec
@@ -95,23 +95,25 @@ class Engine:
     def _admit_all(self, ready: deque[Ready]) -> Iterator[Generation]:
         """Fill the free rows. A row whose first token is its last frees itself at once, hence the loop."""
         while ready and (free := self._rows.count(None)):
-            coming = [ready.popleft() for _ in range(min(free, len(ready)))]
-            for family in {fork.generation.fork.method.family for fork in coming}:
-                same = [fork for fork in coming if fork.generation.fork.method.family == family]
-                self._pool(same[0].generation.fork.method).expect([fork.compressed for fork in same])
-            for fork in coming:
-                yield from self._admit(fork)
+            numbers = [number for number, row in enumerate(self._rows) if row is None]
+            coming = {numbers[place]: ready.popleft() for place in range(min(free, len(ready)))}
+            by_pool: dict[FamilyPool, dict[int, Compressed]] = {}
+            for number, fork in coming.items():
+                by_pool.setdefault(self._pool(fork.generation.fork.method), {})[number] = fork.compressed
+            for pool, caches in by_pool.items():
+                pool.admit(caches)
+            for number, fork in coming.items():
+                yield from self._begin(number, fork)
 
     def _pool(self, method: Method) -> FamilyPool:
         if method.family not in self._pools:
             self._pools[method.family] = method.new_pool(self._pool_shape())
         return self._pools[method.family]
 
-    def _admit(self, fork: Ready) -> Iterator[Generation]:
-        """Give a compressed fork a row. Its first token comes from the prompt's logits, unless a question follows."""
-        generation, prefill, number = fork.generation, fork.compressed.prefill, self._rows.index(None)
+    def _begin(self, number: int, fork: Ready) -> Iterator[Generation]:
+        """A row whose cache is in place. Its first token comes from the prompt's logits, unless a question follows."""
+        generation, prefill = fork.generation, fork.compressed.prefill
         pool, prompt = self._pool(generation.fork.method), generation.prompt
-        pool.admit(number, fork.compressed)
         self._untouched.write(number, prefill)
         generation.at_prefill = pool.memory(number)
         generation.method_facts = dict(fork.compressed.facts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-ARITHMETIC = 2
+ARITHMETIC = 3
 """Of the engine's own prefill and attention: raised when they may give all rows other bits."""
 PACKAGES = ("kvsweep", "torch", "transformers", "ray", "mlflow")
 

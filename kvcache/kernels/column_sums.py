@@ -1,7 +1,9 @@
 """Attention that every key receives from all queries of a causal prefill: the scores of H2O and QEvict.
 
 The dense matrix is never held: queries are taken in blocks, each with its full row of keys, in fp32. On a GPU the
-kernels of :mod:`kvcache.kernels.triton_column_sums` do the same in blocks of keys too.
+kernels of :mod:`kvcache.kernels.triton_column_sums` do the same in blocks of keys too. On a CPU torch's fused attention
+serves bf16 with the roles swapped: a key attends to the queries that see it, each less its own log-sum-exp, and the
+log-sum-exp of that is the logarithm of what the key receives.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ import math
 import torch
 from torch import Tensor
 
-from kvcache.kernels import dispatch
+from kvcache.kernels import cpu_flash, dispatch
 
 QUERY_BLOCK = 128
 WARPS, STAGES = 4, 2
 FUSED_QUERIES, FUSED_KEYS = 64, 128
+BIAS_DIMENSIONS = 8
+"""Added to a head for a bias that goes in as a product: three bf16 numbers hold an fp32 one, and eight keep rows of
+numbers aligned. As a mask, the operator would take six times longer over it."""
 
 
 def add_column_sums(
@@ -28,10 +33,12 @@ def add_column_sums(
         queries: [H_q, c, d], rotated.
         keys: [H_kv, start + c, d], rotated.
         log_sums: [H_q, c] fp32, the natural log-sum-exp of the scaled scores of each query, where attention saved it:
-            spares the kernels one of two products.
+            spares one of two products.
     """
     if dispatch.use_triton(queries.device) and queries.shape[-1] & (queries.shape[-1] - 1) == 0:
         _add_fused(sums, queries, keys, start, scale, log_sums)
+    elif log_sums is not None and queries.device.type == "cpu" and queries.dtype == torch.bfloat16:
+        _add_swapped(sums, queries, keys, start, scale, log_sums)
     else:
         _add_plain(sums, queries, keys, start, scale)
 
@@ -47,6 +54,33 @@ def _add_plain(sums: Tensor, queries: Tensor, keys: Tensor, start: int, scale: f
             scores = (block.flatten(0, 1) @ by_column[:, :visible]).unflatten(0, (group, rows))
             scores[..., visible - rows :].masked_fill_(future[:rows, :rows], -torch.inf)
             sums[heads, :visible] += torch.softmax(scores, -1).sum(1)
+
+
+def _add_swapped(sums: Tensor, queries: Tensor, keys: Tensor, start: int, scale: float, log_sums: Tensor) -> None:
+    group, count = len(queries) // len(keys), queries.shape[1]
+    asked = _widened(queries, _in_three(-log_sums / scale)).unflatten(0, (-1, group))
+    asking = _widened(keys, keys.new_ones(*keys.shape[:2], 3))[:, None].expand(-1, group, -1, -1)
+    # Those of the chunk are seen by later ones only: in reverse order, by earlier ones.
+    reverse = asked.flip(2)
+    received = cpu_flash.flash_attention(asking[:, :, start:].flip(2), reverse, reverse, scale, causal=True)[1]
+    sums[:, start : start + count] += received.exp_().flip(2).flatten(0, 1)
+    if start:
+        received = cpu_flash.flash_attention(asking[:, :, :start], asked, asked, scale)[1]
+        sums[:, :start] += received.exp_().flatten(0, 1)
+
+
+def _widened(x: Tensor, more: Tensor) -> Tensor:
+    """[..., d] and [..., 3] -> [..., d + BIAS_DIMENSIONS]"""
+    return torch.cat([x, more, x.new_zeros(*x.shape[:-1], BIAS_DIMENSIONS - 3)], -1)
+
+
+def _in_three(x: Tensor) -> Tensor:
+    """Three bf16 numbers that add up to an fp32 one. [...] -> [..., 3]"""
+    parts = []
+    for _ in range(3):
+        parts.append(x.bfloat16())
+        x = x - parts[-1]
+    return torch.stack(parts, -1)
 
 
 def _add_fused(sums: Tensor, queries: Tensor, keys: Tensor, start: int, scale: float, log_sums: Tensor | None) -> None:
