@@ -57,6 +57,8 @@ class BoundedPool(LayeredPool):
 
 
 class _BoundedLayer(LayerStore):
+    rows_on_host = True
+
     def __init__(self, layout: LayerLayout, shape: PoolShape, place: int, queries: int, sums: bool) -> None:
         super().__init__(layout, shape)
         self.place, self.sums = place, sums
@@ -65,8 +67,8 @@ class _BoundedLayer(LayerStore):
             shape.rows, layout.query_heads, queries, layout.key_dim, dtype=shape.dtype, device=shape.device
         )
         """[R, H_q, w, d], query number i in slot i modulo w."""
-        self.tokens = torch.zeros(shape.rows, dtype=torch.int64, device=shape.device)
-        """[R] all that a row has seen."""
+        self.tokens = torch.zeros(shape.rows, dtype=torch.int64)
+        """[R] all that a row has seen; on the host."""
         self.prompt = torch.zeros_like(self.tokens)
         self._choosers: dict[int, _Chooser] = {}
         self._peak: dict[int, int] = {}
@@ -104,11 +106,8 @@ class _BoundedLayer(LayerStore):
 
     def _write_sums(self, row: int, received: list[Tensor]) -> None:
         """[H_kv] of [k]"""
-        pages, lengths = self._pages_of(row)
-        laid = pad_sequence(received, batch_first=True)
-        laid = pad(laid, (0, -laid.shape[1] % PAGE)).unflatten(1, (-1, PAGE))
-        used = torch.arange(laid.shape[1], device=laid.device) < -(-lengths // PAGE)[:, None]
-        self.pages.arena["received"][pages] = laid[used]
+        laid = [pad(of_head, (0, -len(of_head) % PAGE)).view(-1, PAGE) for of_head in received]
+        self.pages.arena["received"][self.pages.pages_of(row)] = torch.cat(laid)
 
     def append(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         self.pages.append(rows, keys, values)
@@ -125,11 +124,11 @@ class _BoundedLayer(LayerStore):
         pages, arena = self.pages, self.pages.arena
         if width := self.queries.shape[2]:
             self.queries[rows, :, (self.tokens[rows] - 1) % width] = queries
-        owners, owner = pages.by_head(rows), arena["owner"]
+        owners, owner = pages.owners(rows)[1], pages.tables.owner
         grouped = self.queries_by_row(rows, queries).flatten(0, 1)
         filled = pages.filled()
         partials = attend_pages(grouped[owner], arena["keys"], arena["values"], filled, scale, PAGE if self.sums else 1)
-        merged = merge_pages(partials, owner, pages.order, len(pages.lengths))
+        merged = merge_pages(partials, owner, pages.tables.order, len(pages.lengths))
         if self.sums:
             attending = (torch.isin(owner, owners) & arena.used).nonzero().flatten()
             received = (merged.share[..., None] * partials.mass).mean(1)
@@ -141,11 +140,10 @@ class _BoundedLayer(LayerStore):
 
     def _choose_again(self, row: int) -> None:
         chooser = self._choosers[row]
-        pages, lengths = self._pages_of(row)
-        if chooser.counts is None or not bool((lengths > lengths.new_tensor(chooser.counts)).any()):
+        if chooser.counts is None or not (self.pages.lengths[self.pages.owners_of(row)] > chooser.counts).any():
             return
         self._peak[row] = max(self._peak[row], self.memory(row).held)
-        held = {name: self._by_head(name, pages, lengths) for name in ("keys", "values", *["received"] * self.sums)}
+        held = {name: self._by_head(name, row) for name in ("keys", "values", *["received"] * self.sums)}
         kept = [
             self._chosen(row, head, chooser, {name: of_heads[head] for name, of_heads in held.items()})
             for head in range(self.heads)
@@ -195,21 +193,16 @@ class _BoundedLayer(LayerStore):
 
     # -- pages and memory ----------------------------------------------------------------------------------------------
 
-    def _pages_of(self, row: int) -> tuple[Tensor, Tensor]:
-        """A row's pages, head by head in the order of their tokens, and the heads' lengths [H_kv]."""
-        owners = self.pages.by_head(self.tokens.new_tensor([row]))
-        order = self.pages.order
-        return order[torch.isin(self.pages.arena["owner"][order], owners)], self.pages.lengths[owners]
-
-    def _by_head(self, name: str, pages: Tensor, lengths: Tensor) -> list[Tensor]:
+    def _by_head(self, name: str, row: int) -> list[Tensor]:
         """[H_kv] of [k, ...]"""
-        parts = self.pages.arena[name][pages].split((-(-lengths // PAGE)).tolist())
+        lengths = self.pages.lengths[self.pages.owners_of(row)]
+        parts = self.pages.arena[name][self.pages.pages_of(row)].split((-(-lengths // PAGE)).tolist())
         return [part.flatten(0, 1)[:length] for part, length in zip(parts, lengths.tolist(), strict=True)]
 
     def memory(self, row: int) -> MemoryBreakdown:
         """Tokens held, and their sums; the unfilled rest of their pages is slack, the last queries are workspace."""
         used, allocated = self.pages.row_bytes(row)
-        sums = int(self._pages_of(row)[1].sum()) * SUM_BYTES if self.sums else 0
+        sums = int(self.pages.lengths[self.pages.owners_of(row)].sum()) * SUM_BYTES if self.sums else 0
         return MemoryBreakdown(
             full_precision=used, scores=sums, workspace=self.queries[row].nbytes, slack=allocated - used
         )

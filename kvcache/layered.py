@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from kvcache.pool import Compressed, FamilyPool, MemoryBreakdown, PoolShape
 
 class LayerStore(ABC):
     """One growing layer of all rows."""
+
+    rows_on_host: ClassVar[bool] = False
+    """Where it is told its rows: there, or on the pool's device."""
 
     def __init__(self, layout: LayerLayout, shape: PoolShape) -> None:
         self.layout, self.shape = layout, shape
@@ -81,16 +85,19 @@ class LayeredPool(FamilyPool):
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
     ) -> Tensor:
         store = self.stores[layer]
+        rows = self.rows if store.rows_on_host else self.rows.to(self.shape.device, non_blocking=True)
         if queries.shape[2] == 1 and bool((counts > 0).all()):  # almost every step: nothing needs to be sorted out
-            store.append(self.rows, keys[:, :, 0], values[:, :, 0])
-            return store.attend(self.rows, queries[:, :, 0], scale).to(values.dtype)[:, :, None]
+            store.append(rows, keys[:, :, 0], values[:, :, 0])
+            return store.attend(rows, queries[:, :, 0], scale).to(values.dtype)[:, :, None]
         output = values.new_zeros(*queries.shape[:3], values.shape[-1])
         for token in range(queries.shape[2]):
-            real = counts > token
-            if not bool(real.any()):
+            fed = (counts > token).nonzero().flatten()
+            if not len(fed):
                 break
-            store.append(self.rows[real], keys[real, :, token], values[real, :, token])
-            output[real, :, token] = store.attend(self.rows[real], queries[real, :, token], scale).to(output.dtype)
+            there = fed.to(self.shape.device, non_blocking=True)
+            some = rows[fed if store.rows_on_host else there]
+            store.append(some, keys[there, :, token], values[there, :, token])
+            output[there, :, token] = store.attend(some, queries[there, :, token], scale).to(output.dtype)
         return output
 
     def memory(self, row: int) -> MemoryBreakdown:

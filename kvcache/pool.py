@@ -77,8 +77,8 @@ class FamilyPool(ABC):
 
     def __init__(self, shape: PoolShape) -> None:
         self.shape = shape
-        self.rows = torch.zeros(0, dtype=torch.int64, device=shape.device)
-        """The rows held here, ascending."""
+        self.rows = torch.zeros(0, dtype=torch.int64)
+        """The rows held here, ascending; on the host."""
 
     def admit(self, coming: Mapping[int, Compressed]) -> None:
         """Copy the caches of these rows in; their prefills may be freed afterwards. One by one they would cost more:
@@ -100,15 +100,15 @@ class FamilyPool(ABC):
         Args:
             queries: [r, H_q, t, d] of this pool's rows, in the order of ``rows``.
             keys, values: [r, H_kv, t, d], [r, H_kv, t, d_v], rotated.
-            positions: [r, t] true token positions.
-            counts: [r] how many of the t tokens are real; rows with 0 are left alone.
+            positions: [r, t] true token positions, on the host.
+            counts: [r] how many of the t tokens are real, on the host; rows with 0 are left alone.
 
         Returns:
             [r, H_q, t, d_v] in the pool's dtype; outputs of tokens that are not real are undefined but finite.
         """
 
     def after_step(self, positions: Tensor, counts: Tensor) -> None:  # noqa: B027
-        """Maintenance that the last token of a step makes due, for all layers at once. [r, t], [r]"""
+        """Maintenance that the last token of a step makes due, for all layers at once. [r, t], [r], on the host"""
 
     @abstractmethod
     def memory(self, row: int) -> MemoryBreakdown:

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvcache.kernels.paged_attention import attend_pages, join_partials, merge_pages
 from kvcache.layered import LayeredPool
 from kvcache.layout import LayerLayout
+from kvcache.pages import Numbers
 from kvcache.pool import Compressed, MemoryBreakdown, PoolShape
 from kvcache.ragged import PAGE, Kept, LayerPages
 from kvcache.rotary import rotate
@@ -45,13 +47,13 @@ class RollingPool(LayeredPool):
     ) -> Tensor:
         pages = self._layers[layer]
         output = values.new_zeros(*queries.shape[:3], values.shape[-1])
-        gone = torch.zeros(self.shape.rows, dtype=torch.int64, device=positions.device)
+        gone = torch.zeros(self.shape.rows, dtype=torch.int64)
         for token in range(queries.shape[2]):
             real = counts > token
             rows = self.rows[real]
             pages.append(rows, keys[real, :, token], values[real, :, token])
             gone[rows] = positions[real, token] + 1 - pages.held(rows)
-            moved = pages.moved_sinks(*self.shape.rotary(layer, gone))
+            moved = pages.moved_sinks(*self.shape.rotary(layer, gone.to(self.shape.device)))
             output[real, :, token] = pages.attend_all(rows, queries[real, :, token], moved, scale)
         return output
 
@@ -64,8 +66,7 @@ class _RollingPages(LayerPages):
         owners = len(self.lengths)
         self.sink_keys = torch.zeros(owners, sinks, layout.key_dim, dtype=shape.dtype, device=shape.device)
         self.sink_values = torch.zeros(owners, sinks, layout.value_dim, dtype=shape.dtype, device=shape.device)
-        self.ring = torch.ones(owners, dtype=torch.int64, device=shape.device)
-        self.written = torch.zeros(owners, dtype=torch.int64, device=shape.device)
+        self.ring, self.written = np.ones(owners, dtype=np.int64), np.zeros(owners, dtype=np.int64)
 
     @property
     def sink_bytes(self) -> int:
@@ -77,7 +78,7 @@ class _RollingPages(LayerPages):
         sinks = self.sink_keys.shape[1]
         for row, compressed in coming.items():
             assert isinstance(compressed, RollingCompressed)
-            content, owners = compressed.prefill.layers[layer], self.by_head(self.tail.new_tensor([row]))
+            content, owners = compressed.prefill.layers[layer], self.owners_of(row)
             self.sink_keys[owners], self.sink_values[owners] = content.keys[:, :sinks], content.values[:, :sinks]
             self.ring[owners], self.written[owners] = compressed.capacity - sinks, self.lengths[owners]
 
@@ -86,7 +87,7 @@ class _RollingPages(LayerPages):
         assert isinstance(compressed, RollingCompressed)
         content, tokens = compressed.prefill.layers[layer], compressed.prefill.tokens
         recent = min(compressed.capacity, tokens) - self.sink_keys.shape[1]
-        positions = torch.arange(tokens - recent, tokens, device=self.tail.device)
+        positions = torch.arange(tokens - recent, tokens, device=self.shape.device)
         return Kept(content.keys, content.values, [positions] * self.heads)
 
     def memory(self, row: int) -> MemoryBreakdown:
@@ -98,24 +99,22 @@ class _RollingPages(LayerPages):
         return self.arena.nbytes + self.sink_keys.nbytes + self.sink_values.nbytes
 
     def held(self, rows: Tensor) -> Tensor:
-        """Tokens of each row, per KV head. [r]"""
-        return self.lengths[rows * self.heads] + self.sink_keys.shape[1]
+        """Tokens of each row, per KV head. [r], on the host"""
+        return torch.from_numpy(self.lengths[rows.numpy() * self.heads]) + self.sink_keys.shape[1]
 
     def append(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """One token per row, in a slot of its own or in that of the oldest. keys [r, H_kv, d]"""
-        full = (self.lengths == self.ring)[rows * self.heads]
+        full = torch.from_numpy((self.lengths == self.ring)[rows.numpy() * self.heads])
         super().append(rows[~full], keys[~full], values[~full])
-        owners = self.by_head(rows[full])
+        owners = self.owners(rows[full])[0]
         slots = self.written[owners] % self.ring[owners]
-        pages = self._page_at(owners, slots // PAGE)
-        self.arena["keys"][pages, slots % PAGE] = keys[full].flatten(0, 1)
-        self.arena["values"][pages, slots % PAGE] = values[full].flatten(0, 1)
-        self.written[self.by_head(rows)] += 1
+        self.put(self._page_at(owners, slots // PAGE) * PAGE + slots % PAGE, keys[full], values[full])
+        self.written[self.owners(rows)[0]] += 1
 
-    def _page_at(self, owners: Tensor, ordinals: Tensor) -> Tensor:
+    def _page_at(self, owners: Numbers, ordinals: Numbers) -> Numbers:
         """Pages in ``order`` lie owner by owner."""
         counts = -(-self.lengths // PAGE)
-        return self.order[(counts.cumsum(0) - counts)[owners] + ordinals]
+        return self.tables.order_here[(counts.cumsum() - counts)[owners] + ordinals]
 
     def moved_sinks(self, cos: Tensor, sin: Tensor) -> Tensor:
         """Keys turned by as many positions as the tables [rows, d] are for. [rows * H_kv, S, d]
@@ -128,14 +127,14 @@ class _RollingPages(LayerPages):
 
     def attend_all(self, rows: Tensor, queries: Tensor, sink_keys: Tensor, scale: float) -> Tensor:
         """Over sinks and recent tokens. queries [r, H_q, d] -> [r, H_q, d_v]"""
-        owners, owner = self.by_head(rows), self.arena["owner"]
+        owners, owner = self.owners(rows)[1], self.tables.owner
         grouped = self.queries_by_row(rows, queries).flatten(0, 1)
         recent = attend_pages(grouped[owner], self.arena["keys"], self.arena["values"], self.filled(), scale)
         everywhere = torch.ones(sink_keys.shape[:2], dtype=torch.bool, device=owners.device)
         first = attend_pages(grouped, sink_keys, self.sink_values, everywhere, scale)
         joined = join_partials([recent, first])
         every = torch.arange(len(self.lengths), device=owners.device)
-        order = torch.cat([self.order, len(owner) + owners])
+        order = torch.cat([self.tables.order, len(owner) + owners])
         merged = merge_pages(joined, torch.cat([owner, every]), order, len(self.lengths))
         output = merged.output[owners].to(queries.dtype)
         return output.unflatten(0, (len(rows), self.heads)).flatten(1, 2)

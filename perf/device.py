@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcache.kernels import column_sums
+from kvcache.kernels import column_sums, owned_attention
 from kvcache.kernels.paged_attention import PagePartials, attend_pages, merge_pages
 from lorekv.deletion import Attended, deletion_cost
 from lorekv.kernels import deletion_scores
@@ -180,6 +180,45 @@ def check_attention(dtype: torch.dtype) -> dict[str, Any]:
     return {"passed": passed, "errors": errors, "mass": total}
 
 
+def check_owned(dtype: torch.dtype) -> dict[str, Any]:
+    """Heads of very different lengths, close to the plain path."""
+    lengths = [1, 64, 65, 700, 3000, 511, 512, 513, *range(100, 116)]
+    given = _owned(lengths, dtype)
+    found, (queries, owners, tables, _, keys, values) = _attend_owned(given), given
+    expected = torch.empty_like(found, dtype=torch.float32)
+    for place, (owner, length) in enumerate(zip(owners.tolist(), lengths, strict=True)):
+        pages = tables[owner, : -(-length // PAGE)].long()
+        own_keys, own_values = (part[pages].flatten(0, 1)[:length].float() for part in (keys, values))
+        weights = torch.softmax(queries[place].float() @ own_keys.T * SCALE, -1)
+        expected[place] = weights @ own_values
+    error = float((found.float() - expected).norm() / expected.norm())
+    return {"passed": error < {torch.float32: 1e-4}.get(dtype, 1e-2), "error": error}
+
+
+Owned = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _owned(lengths: list[int], dtype: torch.dtype) -> Owned:
+    """Queries, owners, tables, lengths, keys and values: an owner per length, in no order, their pages anywhere."""
+    counts = [-(-length // PAGE) for length in lengths]
+    owners = torch.randperm(len(lengths), device=DEVICE, dtype=torch.int32)
+    shuffled = torch.randperm(sum(counts), device=DEVICE, dtype=torch.int32).split(counts)
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=DEVICE)
+    tokens = torch.zeros(len(lengths), dtype=torch.int32, device=DEVICE)
+    for owner, pages, length in zip(owners.tolist(), shuffled, lengths, strict=True):
+        tables[owner, : len(pages)], tokens[owner] = pages, length
+    keys, values = (torch.randn(sum(counts), PAGE, DIM, device=DEVICE, dtype=dtype) for _ in range(2))
+    queries = torch.randn(len(lengths), GROUP, DIM, device=DEVICE, dtype=dtype)
+    return queries, owners, tables, tokens, keys, values
+
+
+def _attend_owned(given: Owned) -> Tensor:
+    queries, owners, tables, lengths, keys, values = given
+    split = owned_attention.pages_per_split(len(owners) // HEADS)
+    arguments = queries, owners, tables, lengths, keys, values, SCALE
+    return owned_attention.attend_owned(*arguments, longest=tables.shape[1], split=split)
+
+
 def check_codes() -> dict[str, Any]:
     """The same bits as the plain path."""
     count, pages = 40, 6
@@ -219,6 +258,9 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "attention, bf16": lambda: check_attention(torch.bfloat16),
     "attention, fp16": lambda: check_attention(torch.float16),
     "attention, fp32": lambda: check_attention(torch.float32),
+    "evicted cache, bf16": lambda: check_owned(torch.bfloat16),
+    "evicted cache, fp16": lambda: check_owned(torch.float16),
+    "evicted cache, fp32": lambda: check_owned(torch.float32),
     "codes": check_codes,
     "column sums": check_column_sums,
     "deletion costs, bf16": lambda: check_deletion(torch.bfloat16),
@@ -269,6 +311,7 @@ def _decode_timings() -> Iterator[Callable[[], dict[str, Any]]]:
     for context in CONTEXTS:
         for rows in BATCHES:
             yield partial(_time_full_cache, rows, context)
+            yield partial(_time_owned, rows, context // 5)
             for budget in BUDGETS:
                 yield partial(_time_tiers, rows, context, budget)
 
@@ -294,6 +337,14 @@ def _time_baselines(rows: int, context: int) -> dict[str, float]:
             except RuntimeError as error:  # this backend does not take these inputs
                 print(f"{backend.name}: {str(error).splitlines()[0]}", file=sys.stderr)
     return seconds
+
+
+def _time_owned(rows: int, tokens: int) -> dict[str, Any]:
+    """What methods that evict leave, every head as long as the others."""
+    given = _owned([tokens] * (rows * HEADS), torch.bfloat16)
+    seconds = _seconds(partial(_attend_owned, given))
+    moved = rows * HEADS * tokens * 2 * DIM * 2
+    return {"what": "evicted cache", "rows": rows, "tokens": tokens, "seconds": seconds, "bytes_s": moved / seconds}
 
 
 def _time_tiers(rows: int, context: int, budget: str) -> dict[str, Any]:

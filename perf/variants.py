@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcache.kernels import column_sums
+from kvcache.kernels import column_sums, owned_attention
+from kvcache.kernels.owned_attention import padded
 from lorekv.kernels import deletion_scores
-from qevict.kernels.tiered_attention import CODE_SPLIT, FULL_SPLIT, PAGE, SCORED_PAGES, STAGES, WARPS, padded
+from qevict.kernels.tiered_attention import CODE_SPLIT, FULL_SPLIT, PAGE, SCORED_PAGES, STAGES, WARPS
 
 HEADS = 8
 
@@ -38,6 +39,9 @@ def variants() -> list[Variant]:
         attend_codes(64, 4, 8, 2),
         attend_codes(128, 4, 32, 2),
         attend_full(128, 4, 8),
+        attend_owned(128, 4),
+        attend_owned(64, 8),
+        join_splits(128, 4),
         combine(128, 4),
         add_scores(4, 8),
         quantize(128, 8, 2),
@@ -87,6 +91,36 @@ _ATTENTION_ARGUMENTS = {
 
 def _attention_constants(dim: int, group: int, window: int) -> dict[str, Any]:
     return {"H": HEADS, "G": group, "HEADS": padded(group), "D": dim, "DV": dim, "OMEGA": window}
+
+
+def attend_owned(dim: int, group: int) -> Variant:
+    import triton.language as tl
+
+    arguments = {
+        **dict.fromkeys(("queries", "keys", "values"), "*bf16"),
+        **dict.fromkeys(("owners", "tables", "lengths"), "*i32"),
+        **dict.fromkeys(("partial", "stats"), "*fp32"),
+        **dict.fromkeys(("width", "splits"), "i32"),
+        "scale": "fp32",
+    }
+    sizes = {"G": group, "HEADS": padded(group), "D": dim, "DV": dim}
+    constants = sizes | {"PAGES": owned_attention.SPLIT, "COMPUTE": tl.bfloat16}
+    name, warps, stages = f"attend_owned bf16 d{dim} g{group}", owned_attention.WARPS, owned_attention.STAGES
+    return Variant(name, _OWNED, "attend_owned", arguments, constants, warps, stages, True, PAGE * dim)
+
+
+def join_splits(dim: int, group: int) -> Variant:
+    arguments = {
+        **dict.fromkeys(("partial", "stats"), "*fp32"),
+        **dict.fromkeys(("owners", "lengths"), "*i32"),
+        "output": "*bf16",
+        "splits": "i32",
+    }
+    constants = {"G": group, "DV": dim, "PAGES": owned_attention.SPLIT}
+    return Variant(f"join_splits d{dim} g{group}", _OWNED, "join_splits", arguments, constants, 1, STAGES)
+
+
+_OWNED = "kvcache.kernels.triton_owned_pages"
 
 
 def combine(dim: int, group: int) -> Variant:

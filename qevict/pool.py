@@ -176,9 +176,10 @@ class TieredPool(FamilyPool):
         output = values.new_zeros(*queries.shape[:3], values.shape[-1])
         for token in range(queries.shape[2]):
             real = counts > token
-            rows, now = self.rows[real], positions[real, token]
+            here, now = self.rows[real], positions[real, token]
             if token:  # what the token before made due; for the last one of the step, ``after_step`` does it
-                self._maintain(rows, now, slice(layer, layer + 1))
+                self._maintain(here, now, slice(layer, layer + 1))
+            rows, now = here.to(self.shape.device), now.to(self.shape.device)
             self._append(layer, rows, keys[real, :, token], values[real, :, token], now)
             output[real, :, token] = self._attend(layer, rows, queries[real, :, token], scale).to(output.dtype)
         return output

@@ -159,7 +159,7 @@ def test_an_exception_of_a_job_costs_the_sample_to_blame_alone(tmp_path: Path) -
 def test_a_failed_row_says_where_it_belongs(tmp_path: Path) -> None:
     opened, _ = drive(write(tmp_path), stub_worker.samples({0: "raise"}))
     row = next(one for one in opened.store.rows().to_pylist() if one["status"] == "failed" and one["method"] == "wide")
-    expected = {"model": "tiny", "budget": "10%", "context": 1024, "task": "niah_single_1", "row_width": 32}
+    expected = {"model": "tiny", "budget": "10%", "context": 1024, "task": "niah_single_1", "row_width": 64}
     assert {key: row[key] for key in expected} == expected
     assert row["settings"] == '{"decay": 1.0, "window": 64}'
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,3 +126,32 @@ def test_several_tokens_at_once_equal_one_by_one() -> None:
         )
         assert torch.equal(single, together[:, :, one])
     assert one_by_one.memory(1) == at_once.memory(1)
+
+
+def test_a_step_on_the_kernels_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be read from a tensor on the meta device, as nothing should be from a GPU while it works: admission
+    and steps, some of which take pages and some of which not every row feeds, know all they need on the host."""
+    asked: list[tuple[int, ...]] = []
+
+    def attend_owned(queries: Tensor, *_: Tensor | float, longest: int, split: int) -> Tensor:
+        asked.append((len(queries), longest))
+        return queries.new_empty(*queries.shape[:2], DIM)
+
+    monkeypatch.setattr("kvcache.ragged.attend_owned", attend_owned)
+    monkeypatch.setattr("kvcache.ragged.fuses", lambda *_: True)
+    device = torch.device("meta")
+    held = RaggedPool(replace(pool().shape, device=device, dtype=torch.bfloat16))
+    source = prompt(70)
+    for layer in source.layers:
+        layer.keys, layer.values = (part.to(device, torch.bfloat16) for part in (layer.keys, layer.values))
+    kept = [[torch.arange(63, device=device), torch.arange(5, device=device)][:KV_HEADS]] * len(LAYOUT.layers)
+    held.admit({3: RaggedCompressed(source, kept), 1: RaggedCompressed(source, kept)})
+    for step in range(3):
+        counts = torch.tensor([1, int(step != 1)])
+        queries = torch.empty(2, QUERY_HEADS, 1, DIM, device=device, dtype=torch.bfloat16)
+        keys = torch.empty(2, KV_HEADS, 1, DIM, device=device, dtype=torch.bfloat16)
+        for layer in range(len(LAYOUT.layers)):
+            found = held.attend(layer, queries, keys, keys, torch.full((2, 1), 70 + step), counts, SCALE)
+            assert found.shape == (2, QUERY_HEADS, 1, DIM)
+    assert [held.stores[0].lengths[[2, 3, 6, 7]].tolist()] == [[66, 8, 65, 7]]
+    assert asked[:: len(LAYOUT.layers)] == [(4, 1), (2, 2), (4, 2)]

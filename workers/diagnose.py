@@ -23,7 +23,7 @@ from qevict.method import QEvict
 from qevict.pool import TieredPool
 from qevict.view import is_event, tiers_of
 from workers.attention import Step
-from workers.engine import DecodeStep, Engine
+from workers.engine import Engine, decode_step
 from workers.fork import Fork, Prompt, PromptForks
 from workers.job import EngineSpec
 from workers.layer_measures import LayerTrace, Measure, measures_of
@@ -155,7 +155,7 @@ def run_policies(
     untouched = UntouchedLayers(model.layout, len(conditions), model.device, model.dtype)
     for row in range(len(conditions)):
         untouched.write(row, prefill)
-    ids = torch.tensor(trace.ids, device=model.device)
+    ids = torch.tensor(trace.ids)
     for held in range(trace.prefill, len(ids) + 1):
         for watch in watches:
             watch.look(held)
@@ -209,8 +209,7 @@ def _step(
     model: LoadedModel, pools: Sequence[FamilyPool], untouched: UntouchedLayers, tokens: Tensor, position: int
 ) -> None:
     positions, counts = torch.full_like(tokens, position), torch.ones_like(tokens[:, 0])
-    step = DecodeStep(model, list(pools), untouched, positions, counts)
-    model.read(tokens, positions, step, untouched.cache(counts))
+    decode_step(model, pools, untouched, tokens, positions, counts)
     for pool in pools:
         pool.after_step(positions[pool.rows], counts[pool.rows])
 

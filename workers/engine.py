@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -152,12 +152,9 @@ class Engine:
                 yield from self._speak(number, token)
 
     def _forward(self, tokens: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
-        """Logits [R, V] of the last column; tokens, positions [R, t], counts [R]."""
-        device = self.model.device
-        tokens, positions, counts = tokens.to(device), positions.to(device), counts.to(device)
+        """Logits [R, V] of the last column; tokens, positions [R, t], counts [R], on the host."""
         pools = [pool for pool in self._pools.values() if len(pool.rows)]
-        step = DecodeStep(self.model, pools, self._untouched, positions, counts)
-        logits = self.model.read(tokens, positions, step, self._untouched.cache(counts))
+        logits = decode_step(self.model, pools, self._untouched, tokens, positions, counts)
         for pool in pools:
             pool.after_step(positions[pool.rows], counts[pool.rows])
         return logits
@@ -210,27 +207,46 @@ class Engine:
         return PoolShape(model.layout, len(self._rows), model.device, model.dtype, model.rotary)
 
 
+def decode_step(
+    model: LoadedModel,
+    pools: Sequence[FamilyPool],
+    untouched: UntouchedLayers,
+    tokens: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    """Logits [R, V] of the last column; tokens, positions [R, t], counts [R], all three on the host."""
+    device = model.device
+    step = DecodeStep(model, pools, untouched, positions, counts)
+    there = tokens.to(device, non_blocking=True), positions.to(device, non_blocking=True)
+    return model.read(*there, step, untouched.cache(counts.to(device, non_blocking=True)))
+
+
 class DecodeStep(Step):
-    """Attention of a decode batch: each pool for its own rows, sliding layers for all."""
+    """Attention of a decode batch: each pool for its own rows, sliding layers for all. ``positions`` [R, t] and
+    ``counts`` [R] are on the host."""
 
     def __init__(
         self,
         model: LoadedModel,
-        pools: list[FamilyPool],
+        pools: Sequence[FamilyPool],
         untouched: UntouchedLayers,
         positions: Tensor,
         counts: Tensor,
     ) -> None:
         self._growing = {index: place for place, index in enumerate(model.layout.growing)}
         self._sliding = untouched.sliding
-        self._positions, self._counts = positions, counts
-        self._pools = [(pool, positions[pool.rows], counts[pool.rows]) for pool in pools]
+        device = model.device
+        self._positions, self._counts = (part.to(device, non_blocking=True) for part in (positions, counts))
+        self._pools = [
+            (pool, pool.rows.to(device, non_blocking=True), positions[pool.rows], counts[pool.rows]) for pool in pools
+        ]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if layer in self._sliding:
             return self._sliding[layer].attend(queries, keys, values, self._positions, self._counts, scale)
         output = values.new_zeros(*queries.shape[:3], values.shape[-1])
-        for pool, positions, counts in self._pools:
-            new = queries[pool.rows], keys[pool.rows], values[pool.rows]
-            output[pool.rows] = pool.attend(self._growing[layer], *new, positions, counts, scale)
+        for pool, rows, positions, counts in self._pools:
+            new = queries[rows], keys[rows], values[rows]
+            output[rows] = pool.attend(self._growing[layer], *new, positions, counts, scale)
         return output

@@ -46,7 +46,7 @@ class ModelSpec:
 class EngineSpec:
     """Shapes that decide the last bits of every number: part of each cell."""
 
-    row_width: int = 32
+    row_width: int = 64
     """Rows of every decode matrix product, padded: a row's tokens never depend on its neighbours."""
     prefill_chunk: int = 2048
 

@@ -124,7 +124,8 @@ def _transient_bytes(description: ModelDescription, engine: EngineSpec, prompt: 
     chunk, element = min(engine.prefill_chunk, prompt), ELEMENT_BYTES[description.dtype]
     mlp = chunk * (3 * mlp_width(config) + 4 * config["hidden_size"]) * element
     mlp = max(mlp, copied_expert_weights(config) * element)
-    attention = 2 * prompt * layer.query_heads * layer.key_dim * element + 128 * prompt * layer.query_heads * 4
+    # Attention's output, and what column sums make of queries and keys, or a block of their scores in fp32.
+    attention = 5 * prompt * layer.query_heads * layer.key_dim * element + 128 * prompt * layer.query_heads * 4
     logits = engine.row_width * description.vocabulary * element
     return mlp + attention + 2 * logits
 

@@ -59,13 +59,14 @@ def _add_plain(sums: Tensor, queries: Tensor, keys: Tensor, start: int, scale: f
 def _add_swapped(sums: Tensor, queries: Tensor, keys: Tensor, start: int, scale: float, log_sums: Tensor) -> None:
     group, count = len(queries) // len(keys), queries.shape[1]
     asked = _widened(queries, _in_three(-log_sums / scale)).unflatten(0, (-1, group))
-    asking = _widened(keys, keys.new_ones(*keys.shape[:2], 3))[:, None].expand(-1, group, -1, -1)
+    asking = _widened(keys, keys.new_ones(*keys.shape[:2], 3))[:, None]
     # Those of the chunk are seen by later ones only: in reverse order, by earlier ones.
-    reverse = asked.flip(2)
-    received = cpu_flash.flash_attention(asking[:, :, start:].flip(2), reverse, reverse, scale, causal=True)[1]
+    reverse, own = asked.flip(2), asking[:, :, start:].flip(2).expand(-1, group, -1, -1)
+    received = cpu_flash.flash_attention(own, reverse, reverse, scale, causal=True)[1]
     sums[:, start : start + count] += received.exp_().flip(2).flatten(0, 1)
     if start:
-        received = cpu_flash.flash_attention(asking[:, :, :start], asked, asked, scale)[1]
+        earlier = asking[:, :, :start].expand(-1, group, -1, -1)
+        received = cpu_flash.flash_attention(earlier, asked, asked, scale)[1]
         sums[:, :start] += received.exp_().flatten(0, 1)
 
 

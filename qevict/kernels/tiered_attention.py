@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcache.kernels import dispatch
+from kvcache.kernels.owned_attention import padded
 from kvcache.layout import LayerLayout
 from qevict.kernels.code_attention import CodePages
 
@@ -104,11 +105,6 @@ def attend_tiers(
     """
     launch = plan_launch(queries, tables, full, codes, bits)
     return launch.run(queries, rows, tables, full, codes, windows, scores, rotary, scale)
-
-
-def padded(group: int) -> int:
-    """Query heads of a group as the columns of a tensor-core product, at least 8."""
-    return max(8, 1 << (group - 1).bit_length())
 
 
 def pages_per_split(rows: int) -> tuple[int, int]:
