@@ -304,7 +304,12 @@ class Driver:
         if slot.phase == "running":
             work, slot.work = slot.work, None
             assert work is not None
-            if out_of_memory:
+            if out_of_memory and slot.short and work.sent == 1:  # a fresh process has the last word
+                self._note(slot, work, error, counted=False)
+                self._dismiss(slot)
+                self._agenda.lost(work)
+            elif out_of_memory:
+                slot.short = True
                 slot.enter("idle")
                 self._memory_short(slot, work, error)
             else:

@@ -18,9 +18,14 @@ def put(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # on a full disk it would hold what little room there is
+    except BaseException:  # a signal too: on a full disk it would hold what little room there is
+        temporary.unlink(missing_ok=True)
         raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # or the new name may be gone after a power cut
+    finally:
+        os.close(folder)
 
 
 def put_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:

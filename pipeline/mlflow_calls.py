@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
@@ -45,17 +46,24 @@ def failures() -> tuple[type[Exception], ...]:
     return MlflowException, SQLAlchemyError, CommandError, OSError, ImportError, ValueError
 
 
+def is_refusal(error: Exception) -> bool:
+    """Whether MLflow has read what it was asked and refuses it: asking again is no use."""
+    from mlflow.exceptions import MlflowException
+
+    return isinstance(error, MlflowException) and error.get_http_status_code() == HTTPStatus.BAD_REQUEST
+
+
 def writers(uri: str) -> int:
     """How many threads may write: a database in a file has one writer at a time."""
     return WRITERS if uri.startswith("http") else 1
 
 
 def in_parallel(calls: Sequence[Callable[[], None]], threads: int, stop: Event) -> None:
-    """Make all calls. The first that fails ends the rest and is raised; ``stop`` raises :class:`Stopped`.
+    """Make all calls. The first that raises ends the rest and is raised here; ``stop`` raises :class:`Stopped`.
 
     The threads are daemons, which an executor's are not: a server that hangs must not keep the process from ending.
     """
-    waiting, failed, known = iter(calls), list[Exception](), failures()
+    waiting, failed = iter(calls), list[Exception]()
 
     def work() -> None:
         for call in waiting:  # one iterator for all threads: a list's hands out each call once
@@ -63,7 +71,7 @@ def in_parallel(calls: Sequence[Callable[[], None]], threads: int, stop: Event) 
                 return
             try:
                 call()
-            except known as error:
+            except Exception as error:  # noqa: BLE001 whatever it is, it is raised again where the call was asked for
                 failed.append(error)
 
     at_work = [Thread(target=work, name="mlflow-writer", daemon=True) for _ in range(min(threads, len(calls)))]

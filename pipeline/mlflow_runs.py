@@ -87,10 +87,19 @@ class SweepRuns:
         macros = _changed(self._parent, macro_metrics(summary), moment, prefixes=("macro",))
         self._batch(self._parent, _points(done, summary.rows, moment) + macros, tags={"partial": _yes(summary.partial)})
         self._datasets(report)
-        children = {run.data.tags[CHILD]: run for run in self._find(f"tags.`{KIND}` = 'configuration'")}
+        children = self._children()
         begun = [result for result in summary.results if result.scored + result.failed]
         write = [partial(self._child, result, children.get(child_key(result))) for result in begun]
         in_parallel(write, self._writers, self._stop)
+
+    def _children(self) -> dict[str, Run]:
+        """By what they are of. Where an answer was lost on its way and the client asked again, MLflow has made a run
+        twice: one stays."""
+        children: dict[str, Run] = {}
+        for run in self._find(f"tags.`{KIND}` = 'configuration'"):
+            if children.setdefault(run.data.tags[CHILD], run) is not run:
+                self._client.delete_run(run.info.run_id)
+        return children
 
     def files(self, files: Sequence[Path]) -> None:
         """Pages at the top of the parent's artifacts, tables in a folder of their own."""

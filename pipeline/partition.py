@@ -143,6 +143,15 @@ class Partition:
         return bool(max(np.nanmax(block.values) for block in self.blocks) - lowest < SAME)
 
     @property
+    def level(self) -> bool:
+        """Whether all units have the same mean under every seed: however they are drawn, nothing moves."""
+        apart = [block.totals() - self.mean * block.counts() for block in self.blocks]
+        return all(
+            bool((np.abs(part) < SAME * (1 + block.counts())).all())
+            for part, block in zip(apart, self.blocks, strict=True)
+        )
+
+    @property
     def design(self) -> str:
         kind = "nested bootstrap" if len(self.blocks) > 1 else "two-way bootstrap" if self.seeds > 1 else "bootstrap"
         return kind if self.units == self.samples else f"{kind} of documents"

@@ -25,6 +25,8 @@ class Slot:
     """The nodes that were there when it was asked for: where it starts is known only once it has."""
     work: Work | None = None
     probed: float = 0.0
+    short: bool = False
+    """Whether it has run out of memory before: something of that may be held still."""
     condemned: str = ""
     """Why the driver itself stopped this actor."""
 

@@ -129,6 +129,8 @@ def compare(first: Mapping[str, Scores | None], second: Mapping[str, Scores | No
     if macro.value is None:
         return Comparison(macro, estimates, None)
     macro = _with_seeds(macro, [part.seed_means() for part in parts.values()])
+    if macro.interval is None:  # no verdict will come of it, so it is none of those that Holm corrects for
+        return Comparison(macro, estimates, None)
     return Comparison(macro, estimates, sign_flip_p([part.shares() / len(names) for part in parts.values()]))
 
 
@@ -240,6 +242,8 @@ def _estimate(parts: Partition, stream: str, bounds: tuple[float, float]) -> Est
         interval = None
     elif parts.constant or parts.units == 1:
         interval = _unvaried(parts, bounds)
+    elif parts.level:
+        interval = None
     elif parts.seeds == 1 and _near_an_edge(parts, bounds):
         interval = wilson(parts.mean * parts.units, parts.units)
     else:

@@ -17,7 +17,7 @@ from threading import Event, Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from pipeline.mlflow_calls import Stopped, failures
+from pipeline.mlflow_calls import Stopped, failures, is_refusal
 from pipeline.mlflow_metrics import macro_metrics
 from pipeline.mlflow_runs import SweepRuns, local_folder, now
 from pipeline.mlflow_views import install_views, links
@@ -159,17 +159,26 @@ class Tracker:
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
-            with suppress(Stopped):
+            try:
                 self._make(call)
+            except Stopped:
+                pass
+            except Exception:  # of ours, and the thread's last words: the sweep must not end as if all were written
+                self._failed = True
+                LOG.exception("MLflow at %s is told nothing more; %s", without_secrets(self._uri), HINT)
 
     def _make(self, call: Call) -> None:
-        """Make a call, again and again where it fails, until the sweep ends: then once more, and no more after that."""
+        """Make a call, again and again where it fails, until the sweep ends: then once more, and no more after that.
+        One that MLflow will not take however often it is made is passed over."""
         pause, where = PAUSE_S, without_secrets(self._uri)
         while not self._failed:
             last = self._ending.is_set()
             try:
                 call()
             except failures() as error:
+                if is_refusal(error):
+                    LOG.warning("MLflow at %s takes no such thing: %s; the rest goes on", where, _first_line(error))
+                    return
                 if self._failed:  # said already, as `close` gave up waiting
                     return
                 self._failed = last

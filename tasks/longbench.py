@@ -134,8 +134,9 @@ class LongBench:
             "uncut_tokens": prompt.tokens,
             "truncated": prompt.truncated,
             "benchmark_size": self.official_count,
-            "document": document_name(record.context),
         }
+        if record.context:
+            meta["document"] = document_name(record.context)
         if prompt.question_cut:
             meta["question_cut"] = True
         if self.binned:

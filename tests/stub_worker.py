@@ -7,7 +7,7 @@ What a sample does to its actor is written in its question:
     die       the process is killed, every time   once    the process is killed, the first time
     hang      no row, for a long time
     large     out of memory, unless it is alone  huge   out of memory
-    stall     no last row, for a long time
+    stall     no last row, for a long time       leaky  out of memory, unless alone in a process that never was
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ class StubWorker:
     """The worker's interface with made-up rows, the same for the same cell and sample."""
 
     delay_s = float(os.environ.get("STUB_DELAY_S", "0"))
+    ran_out = False
 
     def load(self, model: ModelSpec) -> dict[str, Any]:
         if model.source == "broken":
@@ -171,7 +172,10 @@ class StubWorker:
             raise RuntimeError("the whole job\nwent wrong")
         if sample.question == "hang":
             time.sleep(60)
-        if sample.question == "huge" or (sample.question == "large" and len(job.samples) > 1):
+        alone = len(job.samples) == 1
+        fits = {"huge": False, "large": alone, "leaky": alone and not self.ran_out}
+        if not fits.get(sample.question, True):
+            self.ran_out = True
             raise OutOfMemory("no room")
         for number, cell_id in enumerate(job.pending[sample.sample_id]):
             if sample.question == "die" or (sample.question == "once" and number == 1 and _first_time(sample)):

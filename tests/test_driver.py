@@ -262,10 +262,11 @@ class Counted(StubWorker):
         return super().load(model)
 
 
-@pytest.mark.parametrize(("behaviour", "loads"), [("large", 1), ("huge", 1), ("once", 2)])
-def test_only_a_process_that_died_loads_its_model_again(
+@pytest.mark.parametrize(("behaviour", "loads"), [("large", 1), ("huge", 4), ("leaky", 2), ("once", 2)])
+def test_a_model_is_loaded_again_after_a_death_and_for_the_last_word_on_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str, loads: int
 ) -> None:
+    """What fits nowhere is judged, pair by pair, by a process that has not run out of memory before."""
     folder = tmp_path / "loads"
     folder.mkdir()
     monkeypatch.setattr(pipeline.cluster.Request, "options", with_variables(LOADS=str(folder)))

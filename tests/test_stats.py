@@ -164,6 +164,22 @@ def test_questions_about_one_document_are_one_observation() -> None:
     )
 
 
+@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize("low", [0.0, 0.25], ids=["answers", "graded"])
+def test_documents_that_all_score_the_same_tell_nothing_of_their_spread(seeds: int, low: float) -> None:
+    """Resampled, they would claim certainty, or nothing at all."""
+    values = np.array([low, low + 0.5] * 2 * seeds)
+    names = [f"p{index}" for index in range(4)] * seeds
+    scores = Scores.of(values, names, np.repeat(np.arange(seeds), 4), documents=["d0", "d0", "d1", "d1"] * seeds)
+    estimate = stats.task_score(scores, "a")
+    assert (estimate.interval, estimate.value) == (None, pytest.approx(low + 0.25))
+
+
+def test_documents_of_one_mean_that_are_fresh_in_each_seed_tell_nothing_either() -> None:
+    scores = Scores.of([0, 1, 1, 0], ["a", "b", "c", "d"], [0, 0, 1, 1], documents=["x", "x", "y", "y"])
+    assert stats.task_score(scores, "a").interval is None
+
+
 def test_the_spread_over_documents_of_different_sizes_is_that_of_a_ratio() -> None:
     generator = np.random.default_rng(6)
     sizes = generator.integers(1, 8, 60)
@@ -200,9 +216,9 @@ def test_seeds_with_prompts_of_their_own_about_one_document_tell_no_more() -> No
 def test_one_document_decides_nothing() -> None:
     first, second = (about(["d"] * 20, values) for values in ([1.0] * 20, [0.0] * 20))
     compared = stats.compare({"a": first}, {"a": second})
-    assert (compared.macro.value, compared.verdict, compared.p) == (1.0, "too few documents", 1.0)
+    assert (compared.macro.value, compared.verdict, compared.p) == (1.0, "too few documents", None)
     both = stats.compare({"a": first, "b": plain([1.0] * 40)}, {"a": second, "b": plain([0.0] * 40)})
-    assert both.verdict == "too few documents"
+    assert (both.verdict, both.p) == ("too few documents", None)  # a p-value would count in Holm's family
 
 
 def test_one_sample_of_one_document_is_a_sample_like_any_other() -> None:
@@ -401,8 +417,7 @@ def test_equal_scores_are_within_noise_with_p_one() -> None:
 
 def test_one_graded_sample_decides_nothing() -> None:
     compared = stats.compare({"a": plain([0.9])}, {"a": plain([0.4])})
-    assert compared.verdict == "too few samples"
-    assert compared.p == 1.0
+    assert (compared.verdict, compared.p) == ("too few samples", None)
 
 
 def test_an_incomplete_grid_is_not_compared() -> None:

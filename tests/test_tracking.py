@@ -25,6 +25,7 @@ from pipeline.report import Report, build_report
 from pipeline.tracking import Tracker, TrackingError, replay, tracking_uri
 
 mlflow = pytest.importorskip("mlflow")
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -483,6 +484,49 @@ def test_an_outage_among_the_children_leaves_no_twins(
     assert {run.info.status for run in children} == {"FINISHED", "FAILED"}
 
 
+def test_of_a_child_that_was_created_twice_one_stays(folder: Path, output: Output) -> None:
+    """As when the answer is lost on its way, and the client asks again."""
+    sweep = sweep_in(folder)
+    replay(None, sweep, output.cells, report_of(output, sweep), [])
+    client, (_, children) = mlflow_client(f"sqlite:///{folder / 'mlflow.db'}"), runs_in(folder)
+    client.create_run(children[0].info.experiment_id, tags=children[0].data.tags)
+    assert len(runs_in(folder)[1]) == 6
+    replay(None, sweep, output.cells, report_of(output, sweep), [])
+    _, again = runs_in(folder)
+    assert sorted(run.data.tags[CHILD] for run in again) == sorted(run.data.tags[CHILD] for run in children)
+    assert {run.info.status for run in again} == {"FINISHED", "FAILED"}
+
+
+def test_what_mlflow_refuses_holds_nothing_else_up(
+    folder: Path, output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object) -> None:
+        raise mlflow.MlflowException("no such metric", INVALID_PARAMETER_VALUE)
+
+    monkeypatch.setattr("pipeline.mlflow_runs.SweepRuns.progress", refused)
+    sweep = sweep_in(folder)
+    tracker = Tracker.start(None, sweep, output.cells)
+    tracker.progress(1, 0, 120)
+    tracker.finish(report_of(output, sweep), [], "FINISHED")
+    tracker.close(60)
+    parent, children = runs_in(folder)
+    assert (parent.info.status, len(children)) == ("FINISHED", 5)
+    assert "takes no such thing: MlflowException: no such metric; the rest goes on" in warnings(caplog)[0]
+
+
+def test_a_fault_of_ours_is_told_and_says_how_to_write_what_is_missing(
+    folder: Path, output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pipeline.mlflow_runs.SweepRuns.results", lambda *_: {}["nothing"])
+    sweep = sweep_in(folder)
+    tracker = Tracker.start(None, sweep, output.cells)
+    tracker.finish(report_of(output, sweep), [], "FINISHED")
+    tracker.close(60)
+    (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert "is told nothing more; `kvsweep replay`" in record.getMessage()
+    assert "KeyError" in str(record.exc_text)
+
+
 def test_a_sweep_that_is_stopped_is_killed_until_it_continues_and_is_finished_at_last(
     folder: Path, output: Output
 ) -> None:
@@ -558,6 +602,8 @@ def test_the_first_failure_of_calls_made_together_ends_them() -> None:
     stopped.set()
     with pytest.raises(Stopped):
         in_parallel(calls, 8, stopped)
+    with pytest.raises(KeyError):  # a fault of ours, which MLflow never raises
+        in_parallel([lambda: {}["nothing"], *calls[3:]], 8, Event())
 
 
 def test_replay_says_what_is_wrong_with_a_dead_server(folder: Path, output: Output, dead_server: str) -> None:

@@ -95,6 +95,7 @@ def load_model(spec: ModelSpec, device: torch.device | None = None, gradients: b
     model = model.eval().to(place)
     if not gradients:
         pack_linears(model)
+        meter.restart()  # packing held the weights twice for a moment, half of it pages of the file
     return prepare(spec, model, load_tokenizer(spec), meter)
 
 

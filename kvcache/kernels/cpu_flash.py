@@ -23,7 +23,7 @@ def flash_attention(
     Args:
         queries: [B, H, q, d].
         keys, values: [B, H, n, d], n at least 1.
-        mask: [B, H, q, n] or like it by broadcast, in the queries' dtype, added to scores.
+        mask: [B, H, q, n], any of its sizes 1 instead, in the queries' dtype, added to scores.
 
     Returns:
         [B, H, q, d] in the queries' dtype; [B, H, q] fp32
