@@ -41,8 +41,14 @@ class LayerStore(ABC):
     def attend(self, rows: Tensor, queries: Tensor, scale: float) -> Tensor:
         """Attention of the tokens just appended; maintenance that follows it. [r, H_q, d] -> [r, H_q, d_v]"""
 
+    def free_rows(self, rows: Sequence[int]) -> None:
+        """Give back what these rows hold."""
+        for row in rows:
+            self.free(row)
+
     @abstractmethod
-    def free(self, row: int) -> None: ...
+    def free(self, row: int) -> None:
+        """The same for one row."""
 
     @abstractmethod
     def memory(self, row: int) -> MemoryBreakdown: ...
@@ -77,9 +83,9 @@ class LayeredPool(FamilyPool):
         for layer, store in enumerate(self.stores):
             store.write_rows(coming, layer)
 
-    def _free(self, row: int) -> None:
+    def _free(self, rows: Sequence[int]) -> None:
         for store in self.stores:
-            store.free(row)
+            store.free_rows(rows)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float

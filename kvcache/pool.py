@@ -7,7 +7,7 @@ all they need per row; nothing is ever reduced over rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,10 +86,10 @@ class FamilyPool(ABC):
         self._store(coming)
         self.rows = torch.cat([self.rows, self.rows.new_tensor(list(coming))]).sort().values
 
-    def release(self, row: int) -> None:
-        """Free everything the row holds."""
-        self.rows = self.rows[self.rows != row]
-        self._free(row)
+    def release(self, *rows: int) -> None:
+        """Free everything these rows hold."""
+        self.rows = self.rows[~torch.isin(self.rows, torch.tensor(rows))]
+        self._free(rows)
 
     @abstractmethod
     def attend(
@@ -130,4 +130,4 @@ class FamilyPool(ABC):
     def _store(self, coming: Mapping[int, Compressed]) -> None: ...
 
     @abstractmethod
-    def _free(self, row: int) -> None: ...
+    def _free(self, rows: Sequence[int]) -> None: ...

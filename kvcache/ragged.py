@@ -164,10 +164,14 @@ class LayerPages(LayerStore):
         tokens = self.lengths[self._owner[: len(begins)]] - begins
         return to_device(np.arange(PAGE) < tokens[:, None], self.shape.device)
 
-    def free(self, row: int) -> None:
-        self.arena.give_back(self.pages_of(row))
-        self.lengths[self.owners_of(row)] = 0
+    def free_rows(self, rows: Sequence[int]) -> None:
+        self.arena.give_back(self.pages_of(*rows))
+        for row in rows:
+            self.lengths[self.owners_of(row)] = 0
         self._tables = None
+
+    def free(self, row: int) -> None:
+        self.free_rows([row])
 
     def memory(self, row: int) -> MemoryBreakdown:
         """Tokens held; the unfilled rest of their pages is slack."""
@@ -184,10 +188,10 @@ class LayerPages(LayerStore):
         token = sum(self.arena[name].shape[-1] * self.arena[name].itemsize for name in ("keys", "values"))
         return int(lengths.sum()) * token, int((-(-lengths // PAGE)).sum()) * PAGE * token
 
-    def pages_of(self, row: int) -> Tensor:
-        """A row's pages, head by head in the order of their tokens."""
+    def pages_of(self, *rows: int) -> Tensor:
+        """The pages of rows, head by head in the order of their tokens."""
         order = self.tables.order_here
-        return to_device(order[self._owner[order] // self.heads == row], self.shape.device)
+        return to_device(order[np.isin(self._owner[order] // self.heads, rows)], self.shape.device)
 
     def owners_of(self, row: int) -> Numbers:
         """[H_kv]"""

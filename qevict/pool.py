@@ -6,7 +6,7 @@ Every step attends to both tiers, and what windows receive ranks them at the nex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +140,9 @@ class TieredPool(FamilyPool):
         if held.is_due(held.prompt_tokens):
             self._decay(held, self._every_layer)
 
-    def _free(self, row: int) -> None:
-        self.tiers.give_back(self._held.pop(row))
+    def _free(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.tiers.give_back(self._held.pop(row))
         self._arrange()
 
     def _arrange(self) -> None:

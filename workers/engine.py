@@ -52,6 +52,7 @@ class Engine:
         self._forks = PromptForks(model, spec.prefill_chunk)
         self._pools: dict[str, FamilyPool] = {}
         self._rows: list[_Row | None] = [None] * spec.row_width
+        self._leaving: dict[FamilyPool, list[int]] = {}
         self._untouched = UntouchedLayers(model.layout, spec.row_width, model.device, model.dtype)
         # Linear layers cannot feed rows different numbers of tokens: such models read questions as they write answers.
         self._question_chunk = 1 if model.layout.linear else QUESTION_CHUNK
@@ -104,6 +105,7 @@ class Engine:
                 pool.admit(caches)
             for number, fork in coming.items():
                 yield from self._begin(number, fork)
+            self._let_go()
 
     def _pool(self, method: Method) -> FamilyPool:
         if method.family not in self._pools:
@@ -150,6 +152,13 @@ class Engine:
                 self._suppress_stops(self._row(number), logits[number])
             for number, token in zip(speaking, logits.max(-1).indices[speaking].tolist(), strict=True):
                 yield from self._speak(number, token)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Free what the rows held that ended: those of one step together, which costs little more than one."""
+        for pool, numbers in self._leaving.items():
+            pool.release(*numbers)
+        self._leaving.clear()
 
     def _forward(self, tokens: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
         """Logits [R, V] of the last column; tokens, positions [R, t], counts [R], on the host."""
@@ -193,7 +202,7 @@ class Engine:
         generation.held_tokens = row.position
         generation.peak_held = max(row.pool.peak_held(number), generation.at_prefill.held)
         generation.decode_s = self.model.elapsed(row.started)
-        row.pool.release(number)
+        self._leaving.setdefault(row.pool, []).append(number)
         self._rows[number] = None
         return generation
 
