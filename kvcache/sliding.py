@@ -38,11 +38,11 @@ class SlidingRing:
     ) -> Tensor:
         """Append and attend, token by token: a token overwrites the one that leaves its window.
 
-        queries [R, H_q, t, d] of all rows, positions [R, t], counts [R] -> [R, H_q, t, d_v]
+        queries [R, H_q, t, d] of all rows, positions [R, t], counts [R] on the host -> [R, H_q, t, d_v]
         """
         output = values.new_zeros(*queries.shape[:3], values.shape[-1])
         for token in range(queries.shape[2]):
-            rows = (counts > token).nonzero().flatten()
+            rows = (counts > token).nonzero().flatten().to(positions.device, non_blocking=True)
             slots = positions[rows, token] % self.window
             self.positions[rows, slots] = positions[rows, token]
             self.keys[rows, :, slots] = keys[rows, :, token]

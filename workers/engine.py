@@ -246,7 +246,7 @@ class DecodeStep(Step):
         self._growing = {index: place for place, index in enumerate(model.layout.growing)}
         self._sliding = untouched.sliding
         device = model.device
-        self._positions, self._counts = (part.to(device, non_blocking=True) for part in (positions, counts))
+        self._positions, self._counts = positions.to(device, non_blocking=True), counts
         self._pools = [
             (pool, pool.rows.to(device, non_blocking=True), positions[pool.rows], counts[pool.rows]) for pool in pools
         ]
