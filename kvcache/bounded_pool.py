@@ -21,6 +21,7 @@ from kvcache.evict import PromptEvictor
 from kvcache.kernels.paged_attention import attend_pages, merge_pages
 from kvcache.layered import LayeredPool, LayerStore
 from kvcache.layout import CacheLayout, LayerLayout
+from kvcache.pages import to_device
 from kvcache.pool import Compressed, MemoryBreakdown, PoolShape
 from kvcache.prefill import LayerPrefill, Prefill
 from kvcache.ragged import PAGE, Kept, LayerPages
@@ -107,14 +108,14 @@ class _BoundedLayer(LayerStore):
     def _write_sums(self, row: int, received: list[Tensor]) -> None:
         """[H_kv] of [k]"""
         laid = [pad(of_head, (0, -len(of_head) % PAGE)).view(-1, PAGE) for of_head in received]
-        self.pages.arena["received"][self.pages.pages_of(row)] = torch.cat(laid)
+        self.pages.arena["received"][to_device(self.pages.pages_of(row), self.shape.device)] = torch.cat(laid)
 
     def append(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         self.pages.append(rows, keys, values)
         self.tokens[rows] += 1
 
     def free(self, row: int) -> None:
-        self.pages.free(row)
+        self.pages.free_rows([row])
         self.tokens[row] = self.prompt[row] = 0
         del self._choosers[row], self._peak[row]
 
@@ -148,7 +149,7 @@ class _BoundedLayer(LayerStore):
             self._chosen(row, head, chooser, {name: of_heads[head] for name, of_heads in held.items()})
             for head in range(self.heads)
         ]
-        self.pages.free(row)
+        self.pages.free_rows([row])
         keys, values = (pad_sequence(held[name], batch_first=True) for name in ("keys", "values"))
         self.pages.lay({row: Kept(keys, values, kept)})
         if self.sums:
@@ -196,7 +197,8 @@ class _BoundedLayer(LayerStore):
     def _by_head(self, name: str, row: int) -> list[Tensor]:
         """[H_kv] of [k, ...]"""
         lengths = self.pages.lengths[self.pages.owners_of(row)]
-        parts = self.pages.arena[name][self.pages.pages_of(row)].split((-(-lengths // PAGE)).tolist())
+        pages = to_device(self.pages.pages_of(row), self.shape.device)
+        parts = self.pages.arena[name][pages].split((-(-lengths // PAGE)).tolist())
         return [part.flatten(0, 1)[:length] for part, length in zip(parts, lengths.tolist(), strict=True)]
 
     def memory(self, row: int) -> MemoryBreakdown:

@@ -29,9 +29,9 @@ class LayerStore(ABC):
         for row, compressed in coming.items():
             self.write(row, compressed, layer)
 
-    @abstractmethod
     def write(self, row: int, compressed: Compressed, layer: int) -> None:
-        """The same for one row."""
+        """The same for one row, where a family writes them one by one."""
+        raise NotImplementedError
 
     @abstractmethod
     def append(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -46,9 +46,9 @@ class LayerStore(ABC):
         for row in rows:
             self.free(row)
 
-    @abstractmethod
     def free(self, row: int) -> None:
-        """The same for one row."""
+        """The same for one row, where a family frees them one by one."""
+        raise NotImplementedError
 
     @abstractmethod
     def memory(self, row: int) -> MemoryBreakdown: ...

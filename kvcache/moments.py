@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcache.rotary import inverse, rotate
+from kvcache.rotary import inverse, rotate_into
 
 
 @dataclass
@@ -41,7 +41,11 @@ class QueryMoments:
             return
         undone = inverse(cos, sin)
         heads_at_once = 1 if queries.device.type == "cpu" else len(queries)
-        parts = [_of_chunk(rotate(own.float(), *undone)) for own in queries.split(heads_at_once)]
+        parts = []
+        for own in queries.split(heads_at_once):
+            unrotated = torch.empty(own.shape, device=own.device)
+            rotate_into(unrotated, own.float(), *undone)
+            parts.append(_of_chunk(unrotated))
         self._join(queries.shape[1], *(torch.cat(part) for part in zip(*parts, strict=True)))
 
     def _join(self, added: int, mean: Tensor, scatter: Tensor) -> None:

@@ -76,9 +76,14 @@ class PageArena:
         return pages
 
     def give_back(self, pages: Tensor) -> None:
+        self.give_back_here(pages.cpu().numpy())
+
+    def give_back_here(self, pages: Numbers) -> None:
+        """The same, from the host."""
+        there = to_device(pages, self._device)
         for tensor in self._tensors.values():
-            tensor.index_fill_(self._dim, pages, 0)
-        self._used[pages.cpu().numpy()] = False
+            tensor.index_fill_(self._dim, there, 0)
+        self._used[pages] = False
         self._measure()
         if self.extent < len(self._used) // 2 or not self.extent:
             self._resize(self.extent)

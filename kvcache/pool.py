@@ -81,8 +81,8 @@ class FamilyPool(ABC):
         """The rows held here, ascending; on the host."""
 
     def admit(self, coming: Mapping[int, Compressed]) -> None:
-        """Copy the caches of these rows in; their prefills may be freed afterwards. One by one they would cost more:
-        the pool grows once, and each layer is written once."""
+        """Copy the caches of these rows in; their prefills may be freed afterwards. Where a family can, the pool grows
+        once and each layer is written once for all of them."""
         self._store(coming)
         self.rows = torch.cat([self.rows, self.rows.new_tensor(list(coming))]).sort().values
 

@@ -81,14 +81,11 @@ class LayerPages(LayerStore):
         self._tables: _Tables | None = None
         self._asked: tuple[Tensor, Numbers, Tensor] | None = None
         self._fused = fuses(layout.key_dim, layout.value_dim, shape.device)
-        self._page_table = torch.zeros(owners, 0, dtype=torch.int32, device=shape.device)
-        """[R * H_kv, width] every owner's pages in their order, for the kernels."""
+        self._page_table: Tensor | None = None
+        """[R * H_kv, width] int32, every owner's pages in their order: for the kernels, once they are asked."""
 
     def write_rows(self, coming: Mapping[int, Compressed], layer: int) -> None:
         self.lay({row: self.kept_of(compressed, layer) for row, compressed in coming.items()})
-
-    def write(self, row: int, compressed: Compressed, layer: int) -> None:
-        self.write_rows({row: compressed}, layer)
 
     def kept_of(self, compressed: Compressed, layer: int) -> Kept:
         assert isinstance(compressed, RaggedCompressed)
@@ -145,6 +142,9 @@ class LayerPages(LayerStore):
 
     def _attend_fused(self, rows: Tensor, queries: Tensor, scale: float) -> Tensor:
         owners, owners_there = self.owners(rows)
+        if self._page_table is None:
+            self._page_table = torch.zeros(len(self.lengths), 0, dtype=torch.int32, device=self.shape.device)
+            self._enter(self.tables.order_here)
         output = attend_owned(
             queries.unflatten(1, (self.heads, self.group)).flatten(0, 1),
             owners_there.int(),
@@ -160,18 +160,15 @@ class LayerPages(LayerStore):
 
     def filled(self) -> Tensor:
         """Slots that hold a token. [P, 64] bool"""
-        begins = self.tables.begins
-        tokens = self.lengths[self._owner[: len(begins)]] - begins
-        return to_device(np.arange(PAGE) < tokens[:, None], self.shape.device)
+        begins, device = self.tables.begins, self.shape.device
+        tokens = to_device(self.lengths[self._owner[: len(begins)]] - begins, device)
+        return torch.arange(PAGE, device=device) < tokens[:, None]
 
     def free_rows(self, rows: Sequence[int]) -> None:
-        self.arena.give_back(self.pages_of(*rows))
+        self.arena.give_back_here(self.pages_of(*rows))
         for row in rows:
             self.lengths[self.owners_of(row)] = 0
         self._tables = None
-
-    def free(self, row: int) -> None:
-        self.free_rows([row])
 
     def memory(self, row: int) -> MemoryBreakdown:
         """Tokens held; the unfilled rest of their pages is slack."""
@@ -180,7 +177,7 @@ class LayerPages(LayerStore):
 
     @property
     def nbytes(self) -> int:
-        return self.arena.nbytes
+        return self.arena.nbytes + (0 if self._page_table is None else self._page_table.nbytes)
 
     def row_bytes(self, row: int) -> tuple[int, int]:
         """Bytes of the row's tokens, and of the pages it owns."""
@@ -188,10 +185,10 @@ class LayerPages(LayerStore):
         token = sum(self.arena[name].shape[-1] * self.arena[name].itemsize for name in ("keys", "values"))
         return int(lengths.sum()) * token, int((-(-lengths // PAGE)).sum()) * PAGE * token
 
-    def pages_of(self, *rows: int) -> Tensor:
+    def pages_of(self, *rows: int) -> Numbers:
         """The pages of rows, head by head in the order of their tokens."""
         order = self.tables.order_here
-        return to_device(order[np.isin(self._owner[order] // self.heads, rows)], self.shape.device)
+        return order[np.isin(self._owner[order] // self.heads, rows)]
 
     def owners_of(self, row: int) -> Numbers:
         """[H_kv]"""
@@ -211,13 +208,19 @@ class LayerPages(LayerStore):
             self._owner, self._ordinal = np.pad(self._owner, more), np.pad(self._ordinal, more)
         self._owner[pages], self._ordinal[pages] = owners, ordinals
         self._tables = None
-        if self._fused and len(pages):
-            missing = int(ordinals.max()) + 1 - self._page_table.shape[1]
-            if missing > 0:
-                self._page_table = pad(self._page_table, (0, max(missing, WIDER)))
-            where = (to_device(part, self.shape.device) for part in (owners, ordinals))
-            self._page_table[tuple(where)] = to_device(pages.astype(np.int32), self.shape.device)
+        self._enter(pages)
         return pages
+
+    def _enter(self, pages: Numbers) -> None:
+        """Put pages into the kernels' table."""
+        if self._page_table is None or not len(pages):
+            return
+        owners, ordinals = self._owner[pages], self._ordinal[pages]
+        missing = int(ordinals.max()) + 1 - self._page_table.shape[1]
+        if missing > 0:
+            self._page_table = pad(self._page_table, (0, max(missing, WIDER)))
+        owner, ordinal, page = (to_device(part, self.shape.device) for part in (owners, ordinals, pages))
+        self._page_table[owner, ordinal] = page.int()
 
     @property
     def tables(self) -> _Tables:

@@ -49,12 +49,12 @@ class RollingPool(LayeredPool):
         output = values.new_zeros(*queries.shape[:3], values.shape[-1])
         gone = torch.zeros(self.shape.rows, dtype=torch.int64)
         for token in range(queries.shape[2]):
-            real = counts > token
-            rows = self.rows[real]
-            pages.append(rows, keys[real, :, token], values[real, :, token])
-            gone[rows] = positions[real, token] + 1 - pages.held(rows)
-            moved = pages.moved_sinks(*self.shape.rotary(layer, gone.to(self.shape.device)))
-            output[real, :, token] = pages.attend_all(rows, queries[real, :, token], moved, scale)
+            fed = (counts > token).nonzero().flatten()
+            there, rows = fed.to(self.shape.device, non_blocking=True), self.rows[fed]
+            pages.append(rows, keys[there, :, token], values[there, :, token])
+            gone[rows] = positions[fed, token] + 1 - pages.held(rows)
+            moved = pages.moved_sinks(*self.shape.rotary(layer, gone.to(self.shape.device, non_blocking=True)))
+            output[there, :, token] = pages.attend_all(rows, queries[there, :, token], moved, scale)
         return output
 
 

@@ -83,6 +83,8 @@ def main() -> int:
     for fork in forks:
         alone |= _run(model, FIXED, prompts[:COMPARED], [fork])[1]
     identical = all(at_once[cell] == tokens for cell, tokens in alone.items())
+    for width in (1, len(some)):
+        _run(model, EngineSpec(width), some, forks[:1])
     rounds = [_round(model, prompts, some, forks) for _ in range(options.rounds)]
     of_width = {fork.key: rounds[-1].by_width[fork.key] for fork in forks}
     speedups = [sum(one.one_by_one.values()) * scale / one.at_once for one in rounds]

@@ -167,6 +167,7 @@ class TimedStep(PrefillStep):
     def _observe(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
         super()._observe(layer, queries, keys, scale)
         for kind, alone in self._alone.items():
+            alone._log_sums = self._log_sums  # attention's, which every prefill has
             began = time.perf_counter()
             alone._observe(layer, queries, keys, scale)
             self._seconds[kind] += self._model.elapsed(began)

@@ -304,7 +304,7 @@ class Driver:
         if slot.phase == "running":
             work, slot.work = slot.work, None
             assert work is not None
-            if out_of_memory and slot.short and work.sent == 1:  # a fresh process has the last word
+            if out_of_memory and slot.short and work.sent == 1 and work.missing:  # a fresh process has the last word
                 self._note(slot, work, error, counted=False)
                 self._dismiss(slot)
                 self._agenda.lost(work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -21,11 +22,12 @@ def put(path: Path, content: bytes) -> None:
     except BaseException:  # a signal too: on a full disk it would hold what little room there is
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # or the new name may be gone after a power cut
-    finally:
-        os.close(folder)
+    with suppress(OSError):  # not all file systems can, and the file is there
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # or the new name may be gone after a power cut
+        finally:
+            os.close(folder)
 
 
 def put_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:

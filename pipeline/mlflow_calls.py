@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from http import HTTPStatus
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
@@ -50,7 +49,7 @@ def is_refusal(error: Exception) -> bool:
     """Whether MLflow has read what it was asked and refuses it: asking again is no use."""
     from mlflow.exceptions import MlflowException
 
-    return isinstance(error, MlflowException) and error.get_http_status_code() == HTTPStatus.BAD_REQUEST
+    return isinstance(error, MlflowException) and error.error_code == "INVALID_PARAMETER_VALUE"
 
 
 def writers(uri: str) -> int:

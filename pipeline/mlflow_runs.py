@@ -20,7 +20,7 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from pipeline.figures import full_name
-from pipeline.mlflow_calls import in_parallel, mlflow_client, writers
+from pipeline.mlflow_calls import failures, in_parallel, is_refusal, mlflow_client, writers
 from pipeline.mlflow_metrics import (
     CHILD_METRICS,
     child_key,
@@ -53,8 +53,7 @@ class SweepRuns:
         self._sweep = sweep
         self._sweep_id = sweep_id(sweep)
         self.experiment_id = self._experiment(uri)
-        found = self._find(f"tags.`{KIND}` = 'sweep'")
-        self._parent = found[0] if found else self._create(str(sweep["name"]), self._parent_tags(), now())
+        self._parent = self._found() or self._create(str(sweep["name"]), self._parent_tags(), now())
 
     @property
     def client(self) -> MlflowClient:
@@ -80,7 +79,8 @@ class SweepRuns:
         self._batch(self._parent, [line for of_moment in lines for line in of_moment])
 
     def results(self, report: Report) -> None:
-        """Scores and intervals on the parent, everything of a configuration on its child."""
+        """Scores and intervals on the parent, everything of a configuration on its child. What of one is refused is
+        raised once the others are written."""
         summary = report.summary
         moment = int(1000 * report.provenance.last) or now()
         done = {"cells_done": summary.cells_done, "rows_done": summary.rows, "rows_failed": summary.rows_failed}
@@ -89,12 +89,31 @@ class SweepRuns:
         self._datasets(report)
         children = self._children()
         begun = [result for result in summary.results if result.scored + result.failed]
-        write = [partial(self._child, result, children.get(child_key(result))) for result in begun]
-        in_parallel(write, self._writers, self._stop)
+        refused: list[Exception] = []
+
+        def write(result: Result) -> None:
+            try:
+                self._child(result, children.get(child_key(result)))
+            except failures() as error:
+                if not is_refusal(error):
+                    raise
+                refused.append(error)
+
+        in_parallel([partial(write, result) for result in begun], self._writers, self._stop)
+        if refused:
+            raise refused[0]
+
+    def _found(self) -> Run | None:
+        """The sweep's own run. Where an answer was lost on its way and the client asked again, MLflow has made a run
+        twice: the one that was begun stays."""
+        found = self._find(f"tags.`{KIND}` = 'sweep'")
+        found.sort(key=lambda run: "cells" not in run.data.tags)
+        for twin in found[1:]:
+            self._client.delete_run(twin.info.run_id)
+        return found[0] if found else None
 
     def _children(self) -> dict[str, Run]:
-        """By what they are of. Where an answer was lost on its way and the client asked again, MLflow has made a run
-        twice: one stays."""
+        """By what they are of; one of those that were made twice."""
         children: dict[str, Run] = {}
         for run in self._find(f"tags.`{KIND}` = 'configuration'"):
             if children.setdefault(run.data.tags[CHILD], run) is not run:

@@ -85,7 +85,8 @@ class Comparison:
         if self.macro.value is None:
             return "incomplete"
         if self.macro.interval is None:
-            return "too few documents" if any(task.one_document for task in self.tasks.values()) else "too few samples"
+            unsure = [task for task in self.tasks.values() if task.interval is None]
+            return "too few documents" if any(task.units < task.samples for task in unsure) else "too few samples"
         p = self.p if self.p_holm is None else self.p_holm
         if self.macro.interval.holds(0.0) or (p is not None and p > 1 - CONFIDENCE):
             return "within noise"

@@ -194,7 +194,11 @@ def _no_interval(macros: Iterable[Macro], one_document: Sequence[str]) -> str:
     """What ``[–]`` means, where it stands."""
     if all(macro.value is None or macro.interval for macro in macros):
         return ""
-    why = f"all prompts of {', '.join(one_document)} are about one document" if one_document else "samples are too few"
+    why = (
+        f"all prompts of {', '.join(one_document)} are about one document"
+        if one_document
+        else "samples or documents are too few"
+    )
     return f"[{NOTHING}]: no interval, since {why}."
 
 

@@ -1,8 +1,8 @@
 """MLflow beside a sweep: a view of it, written by the driver alone, in the background, and never in its way.
 
 Calls are put in a queue and made, in their order, by a thread of their own. One that fails is made again, at growing
-intervals, for as long as the sweep lasts, and those behind it wait: every call may be repeated. Nothing is lost for
-good, since ``replay`` writes the same runs from the rows at any time.
+intervals, for as long as the sweep lasts, and those behind it wait: every call may be repeated. One that MLflow has
+read and refuses is passed over. Nothing is lost for good: ``replay`` writes the same runs from the rows at any time.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Tracker:
             try:
                 call()
             except failures() as error:
-                if is_refusal(error):
+                if is_refusal(error) and self._runs:
                     LOG.warning("MLflow at %s takes no such thing: %s; the rest goes on", where, _first_line(error))
                     return
                 if self._failed:  # said already, as `close` gave up waiting
@@ -220,9 +220,18 @@ def replay(
 
 
 def _write(runs: SweepRuns, report: Report, files: Sequence[Path], status: str) -> None:
-    runs.results(report)
+    """What of the results is refused is raised once the rest is written."""
+    refused = None
+    try:
+        runs.results(report)
+    except failures() as error:
+        if not is_refusal(error):
+            raise
+        refused = error
     runs.files(files)
     runs.end(status)
+    if refused:
+        raise refused
     from mlflow.exceptions import MlflowException
 
     try:

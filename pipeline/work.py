@@ -7,7 +7,8 @@ of isolated runs              a repeat that was cut short runs as a whole, since
                               after two crashes each cell is tried by itself, and after two more it is poison
 an exception of a whole job   counts as a crash (a sample's own exception comes back as a failed row, and is final)
 out of memory                 costs nothing as long as less can be tried: half of the samples, then half of the cells of
-                              a lone sample; a cell that is alone on its device is recorded
+                              a lone sample; a cell that is alone on its device is recorded, once a process that has
+                              not run out of memory before has had the last word
 a model that does not load    is tried twice, then its cells are left out; they run when the sweep is run again
 failures in a row             stop the sweep when there are ``max_failures`` with no success between them
 """
@@ -186,7 +187,7 @@ class Agenda:
         self._in_a_row.add(event)
 
     def lost(self, work: Work) -> None:
-        """The node went away under this work."""
+        """It was not to blame: the node went away under it, or it is to be judged by another process."""
         work.restore()
         self._waiting.appendleft(work)
 

@@ -176,13 +176,13 @@ class TieredPool(FamilyPool):
     ) -> Tensor:
         output = values.new_zeros(*queries.shape[:3], values.shape[-1])
         for token in range(queries.shape[2]):
-            real = counts > token
-            here, now = self.rows[real], positions[real, token]
+            fed = (counts > token).nonzero().flatten()
+            here, now = self.rows[fed], positions[fed, token]
             if token:  # what the token before made due; for the last one of the step, ``after_step`` does it
                 self._maintain(here, now, slice(layer, layer + 1))
-            rows, now = here.to(self.shape.device), now.to(self.shape.device)
-            self._append(layer, rows, keys[real, :, token], values[real, :, token], now)
-            output[real, :, token] = self._attend(layer, rows, queries[real, :, token], scale).to(output.dtype)
+            there, rows, now = (part.to(self.shape.device, non_blocking=True) for part in (fed, here, now))
+            self._append(layer, rows, keys[there, :, token], values[there, :, token], now)
+            output[there, :, token] = self._attend(layer, rows, queries[there, :, token], scale).to(output.dtype)
         return output
 
     def after_step(self, positions: Tensor, counts: Tensor) -> None:

@@ -129,8 +129,8 @@ def test_several_tokens_at_once_equal_one_by_one() -> None:
 
 
 def test_a_step_on_the_kernels_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be read from a tensor on the meta device, as nothing should be from a GPU while it works: admission
-    and steps, some of which take pages and some of which not every row feeds, know all they need on the host."""
+    """Nothing can be read from a tensor on the meta device, as nothing should be from a GPU while it works: admission,
+    release, and steps, some of which take pages and some of which not every row feeds, know all they need."""
     asked: list[tuple[int, ...]] = []
 
     def attend_owned(queries: Tensor, *_: Tensor | float, longest: int, split: int) -> Tensor:
@@ -155,3 +155,5 @@ def test_a_step_on_the_kernels_waits_for_no_device(monkeypatch: pytest.MonkeyPat
             assert found.shape == (2, QUERY_HEADS, 1, DIM)
     assert [held.stores[0].lengths[[2, 3, 6, 7]].tolist()] == [[66, 8, 65, 7]]
     assert asked[:: len(LAYOUT.layers)] == [(4, 1), (2, 2), (4, 2)]
+    held.release(1)
+    assert held.stores[0].lengths.sum() == 65 + 7

@@ -168,11 +168,12 @@ def test_questions_about_one_document_are_one_observation() -> None:
 @pytest.mark.parametrize("low", [0.0, 0.25], ids=["answers", "graded"])
 def test_documents_that_all_score_the_same_tell_nothing_of_their_spread(seeds: int, low: float) -> None:
     """Resampled, they would claim certainty, or nothing at all."""
-    values = np.array([low, low + 0.5] * 2 * seeds)
-    names = [f"p{index}" for index in range(4)] * seeds
-    scores = Scores.of(values, names, np.repeat(np.arange(seeds), 4), documents=["d0", "d0", "d1", "d1"] * seeds)
+    values, documents = np.array([low, low + 0.5] * 2 * seeds), ["d0", "d0", "d1", "d1"] * seeds
+    names, data_seeds = [f"p{index}" for index in range(4)] * seeds, np.repeat(np.arange(seeds), 4)
+    scores, zeros = (Scores.of(found, names, data_seeds, documents=documents) for found in (values, 0 * values))
     estimate = stats.task_score(scores, "a")
     assert (estimate.interval, estimate.value) == (None, pytest.approx(low + 0.25))
+    assert stats.compare({"a": scores}, {"a": zeros}).verdict == "too few documents"
 
 
 def test_documents_of_one_mean_that_are_fresh_in_each_seed_tell_nothing_either() -> None:

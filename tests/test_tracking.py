@@ -514,6 +514,43 @@ def test_what_mlflow_refuses_holds_nothing_else_up(
     assert "takes no such thing: MlflowException: no such metric; the rest goes on" in warnings(caplog)[0]
 
 
+def test_a_refused_child_holds_neither_the_others_up_nor_the_end(
+    folder: Path, output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, calls = mlflow.MlflowClient.log_batch, []
+
+    def one_refused(*positional: Any) -> None:
+        calls.append(positional)
+        if len(calls) == 3:  # the parent's two, then the first child's
+            raise mlflow.MlflowException("no such metric", INVALID_PARAMETER_VALUE)
+        whole(*positional)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", one_refused)
+    sweep = sweep_in(folder)
+    tracker = Tracker.start(None, sweep, output.cells)
+    tracker.finish(report_of(output, sweep), [], "FINISHED")
+    tracker.close(60)
+    parent, children = runs_in(folder)
+    assert (parent.info.status, len(children)) == ("FINISHED", 5)
+    assert [run.info.status for run in children].count("RUNNING") == 1
+    assert "takes no such thing: MlflowException: no such metric; the rest goes on" in warnings(caplog)[0]
+    calls.clear()
+    with pytest.raises(TrackingError, match="no such metric"):
+        replay(None, sweep, output.cells, report_of(output, sweep), [])
+    replay(None, sweep, output.cells, report_of(output, sweep), [])
+    assert not [run for run in runs_in(folder)[1] if run.info.status == "RUNNING"]
+
+
+def test_of_a_parent_that_was_created_twice_the_one_that_was_begun_stays(folder: Path, output: Output) -> None:
+    sweep = sweep_in(folder)
+    replay(None, sweep, output.cells, report_of(output, sweep), [])
+    client, (parent, _) = mlflow_client(f"sqlite:///{folder / 'mlflow.db'}"), runs_in(folder)
+    begun_tags = {key: text for key, text in parent.data.tags.items() if key in (KIND, SWEEP_ID)}
+    client.create_run(parent.info.experiment_id, tags=begun_tags)
+    replay(None, sweep, output.cells, report_of(output, sweep), [])
+    assert runs_in(folder)[0].info.run_id == parent.info.run_id
+
+
 def test_a_fault_of_ours_is_told_and_says_how_to_write_what_is_missing(
     folder: Path, output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,6 +59,7 @@ def test_every_kernel_compiles_for_both_targets_within_its_gates() -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["target"] for one in found} == set(TARGETS)
     kernels = {one["kernel"].split()[0] for one in found}
-    assert {"attend_codes", "column_sums", "attend_prompt", "value_norms", "deletion_costs"} <= kernels
+    scoring = {"column_sums", "attend_prompt", "value_norms", "deletion_costs"}
+    assert {"attend_codes", "attend_owned", "join_splits"} | scoring <= kernels
     assert all(one["spill_bytes"] == 0 and one["shared_bytes"] <= MOST_SHARED for one in found)
     assert all(one["instructions_per_pair"] > 0 for one in found if one["kernel"] == GATED)
