@@ -87,24 +87,21 @@ class LayeredPool(FamilyPool):
         for store in self.stores:
             store.free_rows(rows)
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
+    def _feed(
+        self,
+        layer: int,
+        rows: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        scale: float,
+        more: bool,
     ) -> Tensor:
         store = self.stores[layer]
-        rows = self.rows if store.rows_on_host else self.rows.to(self.shape.device, non_blocking=True)
-        if queries.shape[2] == 1 and bool((counts > 0).all()):  # almost every step: nothing needs to be sorted out
-            store.append(rows, keys[:, :, 0], values[:, :, 0])
-            return store.attend(rows, queries[:, :, 0], scale).to(values.dtype)[:, :, None]
-        output = values.new_zeros(*queries.shape[:3], values.shape[-1])
-        for token in range(queries.shape[2]):
-            fed = (counts > token).nonzero().flatten()
-            if not len(fed):
-                break
-            there = fed.to(self.shape.device, non_blocking=True)
-            some = rows[fed if store.rows_on_host else there]
-            store.append(some, keys[there, :, token], values[there, :, token])
-            output[there, :, token] = store.attend(some, queries[there, :, token], scale).to(output.dtype)
-        return output
+        rows = rows if store.rows_on_host else rows.to(self.shape.device, non_blocking=True)
+        store.append(rows, keys, values)
+        return store.attend(rows, queries, scale)
 
     def memory(self, row: int) -> MemoryBreakdown:
         of_layers = (vars(store.memory(row)).values() for store in self.stores)

@@ -91,7 +91,6 @@ class FamilyPool(ABC):
         self.rows = self.rows[~torch.isin(self.rows, torch.tensor(rows))]
         self._free(rows)
 
-    @abstractmethod
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
     ) -> Tensor:
@@ -105,6 +104,42 @@ class FamilyPool(ABC):
 
         Returns:
             [r, H_q, t, d_v] in the pool's dtype; outputs of tokens that are not real are undefined but finite.
+        """
+        if queries.shape[2] == 1 and bool((counts > 0).all()):  # almost every step: nothing needs to be sorted out
+            new = queries[:, :, 0], keys[:, :, 0], values[:, :, 0]
+            return self._feed(layer, self.rows, *new, positions[:, 0], scale, more=False).to(values.dtype)[:, :, None]
+        output = values.new_zeros(*queries.shape[:3], values.shape[-1])
+        for token in range(queries.shape[2]):
+            fed = (counts > token).nonzero().flatten()
+            if not len(fed):
+                break
+            there = fed.to(self.shape.device, non_blocking=True)
+            new = queries[there, :, token], keys[there, :, token], values[there, :, token]
+            found = self._feed(layer, self.rows[fed], *new, positions[fed, token], scale, more=token > 0)
+            output[there, :, token] = found.to(output.dtype)
+        return output
+
+    @abstractmethod
+    def _feed(
+        self,
+        layer: int,
+        rows: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        scale: float,
+        more: bool,
+    ) -> Tensor:
+        """Append one token to each of these rows and attend from it.
+
+        Args:
+            rows, positions: [k], on the host.
+            queries, keys, values: [k, H_q, d], [k, H_kv, d], [k, H_kv, d_v].
+            more: whether the same step fed these rows a token before, whose maintenance is due first.
+
+        Returns:
+            [k, H_q, d_v]
         """
 
     def after_step(self, positions: Tensor, counts: Tensor) -> None:  # noqa: B027

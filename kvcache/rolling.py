@@ -42,20 +42,23 @@ class RollingPool(LayeredPool):
         self._layers = [_RollingPages(layer, shape, sinks) for layer in shape.layers]
         super().__init__(shape, self._layers)
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
+    def _feed(
+        self,
+        layer: int,
+        rows: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        scale: float,
+        more: bool,
     ) -> Tensor:
         pages = self._layers[layer]
-        output = values.new_zeros(*queries.shape[:3], values.shape[-1])
+        pages.append(rows, keys, values)
         gone = torch.zeros(self.shape.rows, dtype=torch.int64)
-        for token in range(queries.shape[2]):
-            fed = (counts > token).nonzero().flatten()
-            there, rows = fed.to(self.shape.device, non_blocking=True), self.rows[fed]
-            pages.append(rows, keys[there, :, token], values[there, :, token])
-            gone[rows] = positions[fed, token] + 1 - pages.held(rows)
-            moved = pages.moved_sinks(*self.shape.rotary(layer, gone.to(self.shape.device, non_blocking=True)))
-            output[there, :, token] = pages.attend_all(rows, queries[there, :, token], moved, scale)
-        return output
+        gone[rows] = positions + 1 - pages.held(rows)
+        moved = pages.moved_sinks(*self.shape.rotary(layer, gone.to(self.shape.device, non_blocking=True)))
+        return pages.attend_all(rows, queries, moved, scale)
 
 
 class _RollingPages(LayerPages):

@@ -19,9 +19,8 @@ def put(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # a signal too: on a full disk it would hold what little room there is
+    finally:  # after a signal too: on a full disk it would hold what little room there is
         temporary.unlink(missing_ok=True)
-        raise
     with suppress(OSError):  # not all file systems can, and the file is there
         folder = os.open(path.parent, os.O_RDONLY)
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,23 +64,19 @@ def in_parallel(calls: Sequence[Callable[[], None]], threads: int, stop: Event) 
 
     The threads are daemons, which an executor's are not: a server that hangs must not keep the process from ending.
     """
-    waiting, failed = iter(calls), list[Exception]()
+    failing = Event()
 
-    def work() -> None:
-        for call in waiting:  # one iterator for all threads: a list's hands out each call once
-            if failed or stop.is_set():
-                return
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001 whatever it is, it is raised again where the call was asked for
-                failed.append(error)
+    def make(call: Callable[[], None]) -> None:
+        if failing.is_set() or stop.is_set():
+            return
+        with ExitStack() as ended:
+            ended.callback(failing.set)
+            call()
+            ended.pop_all()
 
-    at_work = [Thread(target=work, name="mlflow-writer", daemon=True) for _ in range(min(threads, len(calls)))]
-    for thread in at_work:
-        thread.start()
-    for thread in at_work:
-        thread.join()
-    if failed:
-        raise failed[0]
+    if calls:
+        with ThreadPool(min(threads, len(calls))) as pool:
+            for _ in pool.imap_unordered(make, calls):  # raises here what a call raises there
+                pass
     if stop.is_set():
         raise Stopped

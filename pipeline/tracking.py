@@ -158,14 +158,16 @@ class Tracker:
             self._queue.put(call)
 
     def _work(self) -> None:
-        while (call := self._queue.get()) is not None:
-            try:
-                self._make(call)
-            except Stopped:
-                pass
-            except Exception:  # of ours, and the thread's last words: the sweep must not end as if all were written
+        done = False
+        try:
+            while (call := self._queue.get()) is not None:
+                with suppress(Stopped):
+                    self._make(call)
+            done = True
+        finally:
+            if not done:  # a fault of ours ends the thread: the sweep must not end as if all were written
                 self._failed = True
-                LOG.exception("MLflow at %s is told nothing more; %s", without_secrets(self._uri), HINT)
+                LOG.error("MLflow at %s is told nothing more; %s", without_secrets(self._uri), HINT, exc_info=True)
 
     def _make(self, call: Call) -> None:
         """Make a call, again and again where it fails, until the sweep ends: then once more, and no more after that.

@@ -171,23 +171,22 @@ class TieredPool(FamilyPool):
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, scale: float
+    def _feed(
+        self,
+        layer: int,
+        rows: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        scale: float,
+        more: bool,
     ) -> Tensor:
-        if queries.shape[2] == 1 and bool((counts > 0).all()):  # almost every step: nothing needs to be sorted out
-            rows, now = (part.to(self.shape.device, non_blocking=True) for part in (self.rows, positions[:, 0]))
-            self._append(layer, rows, keys[:, :, 0], values[:, :, 0], now)
-            return self._attend(layer, rows, queries[:, :, 0], scale).to(values.dtype)[:, :, None]
-        output = values.new_zeros(*queries.shape[:3], values.shape[-1])
-        for token in range(queries.shape[2]):
-            fed = (counts > token).nonzero().flatten()
-            here, now = self.rows[fed], positions[fed, token]
-            if token:  # what the token before made due; for the last one of the step, ``after_step`` does it
-                self._maintain(here, now, slice(layer, layer + 1))
-            there, rows, now = (part.to(self.shape.device, non_blocking=True) for part in (fed, here, now))
-            self._append(layer, rows, keys[there, :, token], values[there, :, token], now)
-            output[there, :, token] = self._attend(layer, rows, queries[there, :, token], scale).to(output.dtype)
-        return output
+        if more:  # for the last token of the step, ``after_step`` does it
+            self._maintain(rows, positions, slice(layer, layer + 1))
+        rows, positions = (part.to(self.shape.device, non_blocking=True) for part in (rows, positions))
+        self._append(layer, rows, keys, values, positions)
+        return self._attend(layer, rows, queries, scale)
 
     def after_step(self, positions: Tensor, counts: Tensor) -> None:
         real = counts > 0

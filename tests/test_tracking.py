@@ -551,6 +551,7 @@ def test_of_a_parent_that_was_created_twice_the_one_that_was_begun_stays(folder:
     assert runs_in(folder)[0].info.run_id == parent.info.run_id
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it ends the thread
 def test_a_fault_of_ours_is_told_and_says_how_to_write_what_is_missing(
     folder: Path, output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

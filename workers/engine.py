@@ -95,9 +95,8 @@ class Engine:
 
     def _admit_all(self, ready: deque[Ready]) -> Iterator[Generation]:
         """Fill the free rows. A row whose first token is its last frees itself at once, hence the loop."""
-        while ready and (free := self._rows.count(None)):
-            numbers = [number for number, row in enumerate(self._rows) if row is None]
-            coming = {numbers[place]: ready.popleft() for place in range(min(free, len(ready)))}
+        while ready and (free := [number for number, row in enumerate(self._rows) if row is None]):
+            coming = {number: ready.popleft() for number in free[: len(ready)]}
             by_pool: dict[FamilyPool, dict[int, Compressed]] = {}
             for number, fork in coming.items():
                 by_pool.setdefault(self._pool(fork.generation.fork.method), {})[number] = fork.compressed

@@ -85,20 +85,17 @@ def _in_three(x: Tensor) -> Tensor:
 
 
 def _add_fused(sums: Tensor, queries: Tensor, keys: Tensor, start: int, scale: float, log_sums: Tensor | None) -> None:
-    import triton.language as tl
-
     from kvcache.kernels import triton_column_sums as kernels
 
     heads, count, dim = queries.shape
     queries, keys = queries.contiguous(), keys if keys.stride()[1:] == (dim, 1) else keys.contiguous()
     base_2 = scale * math.log2(math.e)
-    dtypes = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
     constants = {
         "G": heads // len(keys),
         "D": dim,
         "QUERIES": FUSED_QUERIES,
         "KEYS": FUSED_KEYS,
-        "COMPUTE": dtypes[queries.dtype],
+        "COMPUTE": dispatch.triton_dtype(queries.dtype),
         "num_warps": WARPS,
         "num_stages": STAGES,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -15,3 +16,10 @@ def use_triton(device: torch.device) -> bool:
 @cache
 def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """What a kernel calls it."""
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

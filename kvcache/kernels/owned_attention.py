@@ -54,19 +54,16 @@ def attend_owned(
     Returns:
         [o, G, d_v] in the dtype of the queries.
     """
-    import triton.language as tl
-
     from kvcache.kernels import triton_owned_pages as kernels
 
     (count, group, dim), value_dim, splits = queries.shape, values.shape[-1], -(-longest // split)
     partial = queries.new_empty(count, splits, group, value_dim, dtype=torch.float32)
     stats = queries.new_empty(count, splits, 2, group, dtype=torch.float32)
     output = queries.new_empty(count, group, value_dim)
-    dtypes = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
     kernels.attend_owned[count, splits](
         queries.contiguous(), owners, tables, lengths, keys, values, partial, stats,
         scale * math.log2(math.e), tables.shape[1], splits,
-        G=group, HEADS=padded(group), D=dim, DV=value_dim, PAGES=split, COMPUTE=dtypes[keys.dtype],
+        G=group, HEADS=padded(group), D=dim, DV=value_dim, PAGES=split, COMPUTE=dispatch.triton_dtype(keys.dtype),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     kernels.join_splits[(count * group,)](

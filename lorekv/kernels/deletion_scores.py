@@ -16,7 +16,6 @@ most attended token it is taken from o - v itself.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,7 +143,12 @@ def _score_fused(
     keys, values = (part if part.stride()[1:] == (part.shape[2], 1) else part.contiguous() for part in (keys, values))
     queries, visible = asked.queries.contiguous(), asked.visible.int()
     base_2 = scale * math.log2(math.e)
-    sizes = {"G": query_heads // heads, "DV": value_dim, "KEYS": FUSED_KEYS, "COMPUTE": _triton_dtype(keys.dtype)}
+    sizes = {
+        "G": query_heads // heads,
+        "DV": value_dim,
+        "KEYS": FUSED_KEYS,
+        "COMPUTE": dispatch.triton_dtype(keys.dtype),
+    }
     sizes |= {"num_warps": WARPS, "num_stages": STAGES}
     walks = {"D": dim, "QUERIES": FUSED_QUERIES, **sizes}
     strides = keys.stride(0), values.stride(0)
@@ -203,9 +207,3 @@ def _gathered(values: Tensor, tokens: Tensor) -> Tensor:
     """The value of one token for each query. values [H_kv, n, d_v], tokens [H_q, Q] -> [H_q, Q, d_v]"""
     of_group = tokens.long().view(len(values), -1, 1).expand(-1, -1, values.shape[-1])
     return values.gather(1, of_group).view(*tokens.shape, -1)
-
-
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

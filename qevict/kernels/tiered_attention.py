@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcache.kernels import dispatch
+from kvcache.kernels import dispatch, owned_attention
 from kvcache.kernels.owned_attention import padded
 from kvcache.layout import LayerLayout
 from qevict.kernels.code_attention import CodePages
@@ -23,7 +23,6 @@ from qevict.kernels.code_attention import CodePages
 PAGE, CHUNKS = 64, 2
 WARPS, STAGES = 2, 2
 WINDOWS = (4, 8, 16, 32)
-HEAD_SIZES = (32, 64, 128)
 FULL_SPLIT, CODE_SPLIT = 12, 36
 """Pages of a split, for batches that fill a GPU without more: 768 and 2,304 tokens."""
 
@@ -65,8 +64,7 @@ def _table(rows: int, pages: dict[int, Tensor], device: torch.device) -> tuple[T
 
 def fuses(layout: LayerLayout, window: int, device: torch.device) -> bool:
     """Whether the kernels serve this shape here; where not, the plain path does."""
-    sizes = {layout.key_dim, layout.value_dim}
-    return dispatch.use_triton(device) and window in WINDOWS and sizes <= set(HEAD_SIZES)
+    return window in WINDOWS and owned_attention.fuses(layout.key_dim, layout.value_dim, device)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -157,7 +155,6 @@ class Launch:
         rotary: Tensor,
         scale: float,
     ) -> Tensor:
-        import triton.language as tl
         from triton import knobs
 
         from qevict.kernels import triton_tiers as kernels
@@ -172,7 +169,6 @@ class Launch:
         output = empty(self.rows, self.heads * self.group, self.value_dim, dtype=torch.float32)
         log_sums = empty(self.rows, self.heads * self.group, dtype=torch.float32)
         queries, rows = queries.contiguous(), rows.int()
-        dtypes = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
         sizes = {"H": self.heads, "G": self.group, "HEADS": padded(self.group), "OMEGA": self.window}
         dims = {"D": self.key_dim, "DV": self.value_dim, "num_stages": STAGES}
         outputs = (partial, stats, mass, peaks, scale * math.log2(math.e))
@@ -180,7 +176,7 @@ class Launch:
             kernels.attend_full[owners, self.full_splits](
                 queries, rows, tables.full, tables.full_count, full.keys, full.values, full.fill, *outputs,
                 self.full_width, width, self.splits,
-                PAGES=self.full_pages, FULL=dtypes[full.keys.dtype], num_warps=WARPS, **sizes, **dims,
+                PAGES=self.full_pages, FULL=dispatch.triton_dtype(full.keys.dtype), num_warps=WARPS, **sizes, **dims,
             )  # fmt: skip
         if self.code_width:
             packed = rotary.dtype == torch.float16 and not knobs.runtime.interpret
@@ -190,7 +186,8 @@ class Launch:
                 codes.value_codes.view(torch.int32).view(torch.uint32), codes.value_scale, codes.value_offset,
                 windows, rotary[0], rotary[1], *outputs,
                 self.code_width, width, self.full_splits, self.splits,
-                PAGES=self.code_pages, BITS=self.bits, PAIR=self.pair, COMPUTE=dtypes[rotary.dtype], PACKED=packed,
+                PAGES=self.code_pages, BITS=self.bits, PAIR=self.pair, PACKED=packed,
+                COMPUTE=dispatch.triton_dtype(rotary.dtype),
                 num_warps=WARPS * self.pair, **sizes, **dims,
             )  # fmt: skip
         counts = (tables.full_count, tables.code_count)
