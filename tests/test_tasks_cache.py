@@ -46,6 +46,8 @@ def test_of_several_processes_one_makes_the_samples_and_all_read_them(tmp_path: 
     folder, counter = tmp_path / "samples", tmp_path / "made"
     with FORK.Pool(3) as pool:
         results = pool.starmap(prepared, [(folder, counter)] * 3, chunksize=1)
+        pool.close()
+        pool.join()  # else they are ended by SIGTERM, whose handler a process that was forked has from this one
     assert results[0] == results[1] == results[2]
     assert len(counter.read_text().split()) == 1
 
